@@ -57,9 +57,10 @@ class Adapted:
         layers: path -> True if the layer stores its weight transposed.
         base: "stored", or the format of the frozen weights.
         packed: path -> number of inputs, for layers whose weight is stored quantized.
-        saved: path of a module that is trained in full -> name within it -> name of the tensor in the full model.
+        saved: path of a module that is trained in full -> its tensors, as a dict from the name in the module's
+            state_dict to the name in the full model.
         tokens: path -> ids of the trained rows.
-        ties: path of a module that shares such a weight -> path in `tokens`.
+        ties: path of another module with the weight of a module in `tokens` -> path of the module in `tokens`.
         experts: path of an adapted stack of experts' weights -> True if it is stored as (E, inputs, outputs).
     """
 
@@ -107,7 +108,7 @@ class Adapted:
         return {f"{path}.{name}" for path, name in self.params()} | stacks | rows | saved
 
     def merge_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Add token rows and adapters of experts to the full weights in `tensors` (by name), and remove their own."""
+        """Merge token rows and experts' adapters into the full weights in `tensors` (by name); remove their entries."""
         for path, is_transposed in self.experts.items():
             own = {end: tensors.pop(f"{path}{end}") for _, end in stack_names({path: False}, self.kind.kind)}
             tensors[path] = merge_stack(self.kind.scale, tensors[path], own, is_transposed)
@@ -165,7 +166,7 @@ _ALONE = SingleProcess()
 
 
 class AdaptedLinear(nn.Module):
-    """Base of the classes of adapted layers. Each such class also inherits from the layer's own class."""
+    """Linear layer with an adapter. `replace_class` combines this class with the layer's own class."""
 
     #: `inspect.layers.is_linear` ignores this class when it looks up the layer's own forward.
     is_adapter = True
@@ -312,8 +313,9 @@ def add_adapter(
         alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora. None for
             twice the rank.
         targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*". `*` matches
-            any text. (): all linear layers except the output layer and routers. A pattern that ends in the names of a
-            module and a parameter, such as "experts.down_proj", adapts stacked experts.
+            any text. (): all linear layers except the output layer, routers, and layers whose weight is computed or
+            shared with an earlier layer. A pattern that ends in the names of a module and a parameter, such as
+            "experts.down_proj", adapts stacked experts.
         dropout: dropout rate of the adapter's inputs in training.
         kind: "lora", "rslora" or "dora".
         base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
@@ -328,8 +330,9 @@ def add_adapter(
         The same model.
 
     Raises:
-        ModelError: if a pattern matches no layer or a layer that cannot be adapted, if a number is out of range, if a
-            token has no row, or if the model already has an adapter or is parallelized.
+        ModelError: if a pattern matches no layer or a layer that cannot be adapted, if a setting is unknown, out of
+            range or cannot be combined with another, if a token has no row, or if the model already has an adapter or
+            is parallelized.
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
     stacks, chosen, usable, saved = _choose(model, targets, modules_to_save)
@@ -372,7 +375,7 @@ def train_more(
     base: str = "stored",
     packed: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Make modules and token rows (by module path) trainable, after `adapt_layers`, and record them as in `Adapted`."""
+    """Make modules and token rows of an adapted model trainable, and record them as in `Adapted`. Return the model."""
     for path in saved:
         model.get_submodule(path).requires_grad_(True)
     add_rows(rows)
@@ -400,7 +403,7 @@ def adapt_layers(
         stacks: stacked weights of experts, as returned by `chosen_stacks`.
 
     Raises:
-        ModelError: if a number is out of range.
+        ModelError: if a setting of the adapter is unknown or out of range.
     """
     _check(adapter)
     for param in model.parameters():
@@ -430,10 +433,11 @@ def chosen_layers(model: nn.Module, targets: Sequence[str] = (), *, optional: bo
     Args:
         model: a model without an adapter.
         targets: patterns, as in `add_adapter`.
-        optional: return {} for a model without such layers.
+        optional: True to return {} if `targets` is empty and no layer can be adapted.
 
     Raises:
-        ModelError: as in `add_adapter`.
+        ModelError: if a pattern matches no linear layer or a layer that cannot be adapted, if no layer can be adapted
+            and `optional` is False, or if the model has an adapter or is parallelized.
     """
     if adapted(model) is not None:
         raise ModelError("model: it has an adapter already. Merge it first (merge_adapter), or build a new model.")
@@ -509,7 +513,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     """Add each adapter to its layer's weight in place and restore the layers' classes from before `add_adapter`.
 
     Quantized weights are dequantized, because the adapter was trained with the quantized values. For a parallelized
-    model, use `merged_tensors` on the full tensors. Returns the same model. All parameters stay frozen.
+    model, use `merged_tensors` on the full tensors. Returns the same model. The layers' weights stay frozen.
 
     Raises:
         ModelError: if the model has no adapter or is parallelized.

@@ -2,8 +2,9 @@
 
 Each expert has its own A and B. A parameter `gate_up_proj` gets `gate_up_proj_lora_A`, (E, R, inputs),
 `gate_up_proj_lora_B`, (E, outputs, R), and under dora `gate_up_proj_lora_magnitude`, (E, outputs), in the same module.
-They are stacked by expert like the weights, so whatever distributes experts distributes them too. In forward, the
-module's code reads W + s B A as the parameter, so it can be the code of any family (peft's `target_parameters`).
+They are stacked by expert like the weights, so the code that distributes experts over ranks distributes them too.
+In forward, an access to the parameter returns the adapted weight, such as W + s B A. So the module's own code needs no
+change (as for peft's `target_parameters`).
 
 E experts, R rank.
 """
@@ -55,7 +56,7 @@ class AdapterKind:
 
 
 class AdaptedExperts(nn.Module):
-    """Base of the classes of experts with an adapter. Each such class also inherits from the experts' own class."""
+    """Module of stacked experts with an adapter. `replace_class` combines this class with the module's own class."""
 
     _weft_adapter: AdapterKind
     #: Name of an adapted parameter -> (shape of the full parameter, True if it is stored as (E, inputs, outputs)).
@@ -63,7 +64,7 @@ class AdaptedExperts(nn.Module):
     _weft_is_on: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with adapted weights, each of which is computed once."""
+        """Run the module with adapted weights. Each is computed once per call."""
         return self._merged_in(super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +174,7 @@ def chosen_stacks(model: nn.Module, targets: Sequence[str]) -> tuple[dict[str, b
 
 
 def adapt_stacks(model: nn.Module, chosen: Mapping[str, bool], adapter: AdapterKind, seed: int) -> None:
-    """Add adapters to the chosen stacks of `chosen_stacks`. seed: as in `add_adapter`."""
+    """Add adapters in place to the stacks that `chosen_stacks` returned. seed: as in `add_adapter`."""
     stacks = stacked_parameters(model)
     for path, is_transposed in chosen.items():
         module, name = stacks[path]

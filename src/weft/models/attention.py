@@ -72,11 +72,12 @@ _ROWS = 512
 
 
 def find_starts(document_ids_BT: Tensor) -> Tensor | None:
-    """Return the start positions of documents, int64 (B, M), from the id of each token, on a CPU.
+    """Return the start positions of documents, int64 (B, M), computed from the id of each token.
 
-    Return None if ids decrease within a row, because an id may then appear again later, and all tokens with the same id
-    attend to each other. Also return None on a GPU and under torch.compile, because the host would have to wait for the
-    result; the data loader then provides the starts.
+    Rows with fewer documents are padded with T. Return None if ids decrease within a row, because an id may then appear
+    again later, and all tokens with the same id attend to each other. Also return None on a GPU, for tensor subclasses
+    and under torch.compile, because the host would have to wait for the result; the data loader then provides the
+    starts.
     """
     plain = type(document_ids_BT) is Tensor and document_ids_BT.device.type == "cpu"
     if not plain or torch.compiler.is_compiling():
@@ -129,7 +130,10 @@ def document_attention(
 
 
 def ids_of(starts_BM: Tensor, num_tokens: int) -> Tensor:
-    """Return an id for each token, int64 (B, T), from the start positions of documents. (B, 0): one document."""
+    """Return an id for each token, int64 (B, T), from the start positions of documents (B, M).
+
+    If M is 0, each row is one document.
+    """
     place_BT = torch.arange(num_tokens, device=starts_BM.device).expand(starts_BM.shape[0], -1).contiguous()
     return torch.searchsorted(starts_BM, place_BT, right=True) if starts_BM.shape[1] else torch.zeros_like(place_BT)
 

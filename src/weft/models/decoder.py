@@ -123,12 +123,13 @@ class Decoder(KeepsTies):
             document_ids_BT: attention stays within tokens of one id; None: each row is one document.
             cache: keys and values of earlier tokens; the new ones are appended.
             document_starts_BM: start positions of the documents of document_ids, each row padded with T. If None, they
-                are computed from the ids on a CPU.
+                are computed if the ids are on the CPU.
             features_ND: feature rows that replace tokens, such as rows of images.
             feature_index_BT: index of the feature row that replaces each token; -1 keeps the token.
 
         Raises:
-            ModelError: if the sequence does not fit the position table or the cache.
+            ModelError: if the sequence is longer than the table of learned positions or the free part of the cache, or
+                if `document_ids_BT` is passed with a cache.
         """
         num_seen = cache.num_tokens if cache is not None else 0
         self._check_length(input_ids_BT, document_ids_BT, cache)
@@ -252,7 +253,7 @@ class _WithoutDraws(TorchFunctionMode):
 
 @contextmanager
 def as_shapes(*, vectors: bool = False) -> Iterator[None]:
-    """Build modules inside the context with their matrices on the meta device, without memory or values.
+    """Put the matrices of modules that are built inside the context on the meta device, without memory or values.
 
     Vectors (norms, biases) and buffers are small, and only the model's code can compute their values, so they are
     initialized as usual. Later, `parallelize` with a seed or a checkpoint fills each rank's shard of the matrices.

@@ -32,7 +32,7 @@ BIAS_UNIT = 1e-6
 class Span:
     """Distribution of sequences over ranks.
 
-    In this class each rank has full sequences; `weft.parallel` has a sharded one.
+    In this class, each rank has full sequences. `weft.parallel` has a subclass for sharded sequences.
     """
 
     @property
@@ -41,7 +41,7 @@ class Span:
         return 1
 
     def sum(self, x_BE: Tensor) -> Tensor:
-        """Sum over the ranks that hold other tokens of the same sequences; differentiable."""
+        """Sum over the ranks that share the sequences; differentiable."""
         return x_BE
 
     def gather_ids(self, ids_BTK: Tensor) -> Tensor:
@@ -54,7 +54,10 @@ class Span:
 
 
 class Load:
-    """Statistics of one router since `clear`: tokens per expert, and the sum of the auxiliary loss over tokens."""
+    """Statistics of one router since `clear`: tokens per expert, and the sum of the auxiliary loss over tokens.
+
+    Both are None until the first `add`.
+    """
 
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
@@ -127,7 +130,7 @@ def attach(weights: Tensor, aux_sum: Tensor, scale: float | Tensor, tokens_E: Te
         aux_sum: 0-d, the auxiliary loss.
         scale: gradient of the auxiliary loss, a number or 0-d.
         tokens_E: tokens that chose each expert.
-        load: receives the counts.
+        load: backward adds the counts and the auxiliary loss to it.
     """
     return _Attach.apply(weights, aux_sum, scale, tokens_E, load)
 
@@ -214,7 +217,7 @@ def sort_by_expert(ids_MK: Tensor, num_experts: int, drops: bool) -> ByExpert:
 
 
 def scatter_rows(x_MD: Tensor, order: ByExpert) -> Tensor:
-    """Return each row's token, (R, D). Backward sums the rows of a token in a fixed order."""
+    """Return the features of each row's token, (R, D). Backward sums gradients of a token's rows in a fixed order."""
     return _ScatterRows.apply(x_MD, order)
 
 
@@ -244,6 +247,8 @@ def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> st
     """Return the method for the matmuls of all experts: "kernel" or "loop".
 
     "kernel" is torch's grouped matmul, and "loop" is one matmul for each expert.
+
+    widths: dims of the matrices. For "kernel", each must be a multiple of 16 bytes.
     """
     if dtype not in _KERNEL_TYPES.get(device.type, ()):
         return "loop"
@@ -407,7 +412,10 @@ class Router(nn.Module):
             self.bias_ppm.zero_()
 
     def forward(self, x_BTD: Tensor) -> Routing:
-        """Choose the experts, add the balancing terms, and drop tokens above the capacity."""
+        """Choose the experts of each token, and drop pairs above the capacity, if it is limited.
+
+        In training with gradients enabled, backward counts the tokens and adds the gradient of the auxiliary loss.
+        """
         spec = self.spec
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         with torch.autocast(x_BTD.device.type, enabled=False):

@@ -27,7 +27,8 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
     Matrices are normal with the owning module's `init_std`, or 0.02 without one. Of the stacked expert weights only
     `down` uses `init_std`, because only `down` ends a residual branch. Norm weights are 1 and biases 0. A tied weight
-    is filled once, under its first name. Buffers are reset by their modules.
+    is filled once, under its first name. Adapters' parameters are filled by their module's `fill_adapter`. Buffers are
+    reset by the `reset_buffers` of modules that have it.
 
     Args:
         module: the full model or a part of it.
@@ -36,7 +37,7 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
             full model.
 
     Raises:
-        ModelError: for a parameter on the meta device, or one of an unknown kind.
+        ModelError: if a parameter is on the meta device, has a quantized dtype, or is a vector of an unknown kind.
     """
     filled: set[Tensor] = set()
     for path, owner in module.named_modules():

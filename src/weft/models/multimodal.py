@@ -60,7 +60,7 @@ class PictureTower(Tower):
         self.places = nn.Embedding(grid * grid, shape.dim)
 
     def forward(self, pixels_N3SS: Tensor) -> Tensor:
-        """Encode (N, 3, S, S) as (N, T, D), row by row."""
+        """Encode images (N, 3, S, S) as states of patches (N, T, D), which are ordered row by row."""
         x_NTD = self.patches(pixels_N3SS).flatten(2).transpose(1, 2)
         x_NTD = x_NTD + self.places(torch.arange(x_NTD.shape[1], device=x_NTD.device))
         return self.through(x_NTD, torch.ones(x_NTD.shape[:2], dtype=torch.bool, device=x_NTD.device))
@@ -114,7 +114,7 @@ def sound_tokens(frames: Any) -> Any:
 
 
 def encoder_tokens(frames: Any) -> Any:
-    """Return the number of encoder tokens for `frames` frames. Each of the two convolutions halves it."""
+    """Return the number of encoder tokens for `frames` frames. Each of the two convolutions halves it, rounded up."""
     return (frames + 3) // 4
 
 
@@ -232,7 +232,7 @@ class MediaPairs(nn.Module):
                 (B).
             pixels: (N, 3, S, S), or None if `vision_states` is passed.
             features: features of audio clips, (A, M, F).
-            frames: frames of each audio clip, (A).
+            frames: frames of each audio clip, (A). If None, audio clips are ignored.
             vision_states: output of the image encoder, (N, patches, width).
             sound_states: output of the audio encoder, (A, frames / 4, width).
         """
@@ -295,7 +295,7 @@ class ModelInputs:
 
 
 def build_media_decoder(name: str, inputs: ModelInputs) -> MediaDecoder:
-    """Build a model that generates text, with new weights from torch's generator.
+    """Build a model that generates text, with random weights, drawn from torch's global generator.
 
     name: one of `MULTIMODAL_MODELS`. inputs: sizes of its inputs.
 
@@ -313,7 +313,7 @@ def build_media_decoder(name: str, inputs: ModelInputs) -> MediaDecoder:
 
 
 def build_media_pairs(name: str, inputs: ModelInputs, width: int = 128) -> MediaPairs:
-    """Build a dual encoder for images or audio and text, with new weights from torch's generator.
+    """Build a dual encoder for images or audio and text, with random weights, drawn from torch's global generator.
 
     Args:
         name: one of `MULTIMODAL_MODELS`.
@@ -360,7 +360,7 @@ def _towers(shape: MultimodalShape, inputs: ModelInputs) -> tuple[PictureTower, 
 
 
 def _begun(model: Model) -> Model:
-    """Initialize embeddings at the scale of the values to which they are added."""
+    """Fill the embeddings with normal values of standard deviation `INIT_STD`. Return the same model."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=INIT_STD)

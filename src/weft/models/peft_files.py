@@ -43,7 +43,7 @@ def save_adapter(
         base: name or folder of the model without the adapter, stored for readers of the files.
 
     Raises:
-        ModelError: if the model has no adapter or also trains other parameters.
+        ModelError: if the model has no adapter, trains parameters outside the adapter, or has DoRA on experts.
     """
     found = dict(model.named_parameters()) if tensors is None else tensors
     record = _expected(model)
@@ -166,12 +166,15 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def _is_of(name: str, starts: Iterable[str]) -> bool:
-    """Return True if a tensor belongs to a stack of experts, or to a module that is trained in full."""
+    """Return True if a name begins with one of the prefixes `starts`, and its rest does not contain `base_layer`."""
     return any(name.startswith(start) and "base_layer" not in name.removeprefix(start) for start in starts)
 
 
 def _resized(model: nn.Module, tensors: Iterable[str]) -> dict[str, str]:
-    """Return the model's names of full embeddings, which peft adds if they have more rows than those of the base."""
+    """Return, by peft's name, the model's name of each full weight of an embedding or output layer in `tensors`.
+
+    peft saves these weights if they have more rows than those of the base.
+    """
     tables = (layers.input_embeddings(model), layers.find_lm_head(model))
     full = {f"{path}.weight" for path, one in model.named_modules() if any(one is table for table in tables)}
     names = {name: name.removeprefix(_PREFIX).replace(".token_adapter.base_layer", "") for name in tensors}
@@ -226,7 +229,10 @@ def _stack_prefixes(stacks: Mapping[str, bool]) -> dict[str, str]:
 
 
 def _target_stacks(folder: Path, config: Mapping[str, Any], model: nn.Module) -> dict[str, bool]:
-    """Return the stacks of experts that peft's `target_parameters` names, as `chosen_stacks` does."""
+    """Return the stacks of experts that peft's `target_parameters` names, as `chosen_stacks` does.
+
+    Raises CheckpointError if a name matches no stack.
+    """
     asked, found = config.get("target_parameters") or [], dict[str, bool]()
     for path, (module, _) in stacked_parameters(model).items():
         if any(path == one or path.endswith(f".{one}") for one in asked):
@@ -240,7 +246,10 @@ def _target_stacks(folder: Path, config: Mapping[str, Any], model: nn.Module) ->
 
 
 def _saved_paths(folder: Path, config: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the paths of the modules that peft's `modules_to_save` names by the ends of paths."""
+    """Return the paths of the modules that peft's `modules_to_save` names by the ends of paths.
+
+    Raises CheckpointError if another module shares their weights, unless the config has `ensure_weight_tying`.
+    """
     asked = config.get("modules_to_save") or []
     found = [path for path in modules if path and any(path.endswith(end) for end in asked)]
     if config.get("ensure_weight_tying"):

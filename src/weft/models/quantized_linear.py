@@ -39,7 +39,12 @@ NF4_CODES = (
 
 @dataclass(frozen=True, slots=True)
 class BaseFormat:
-    """A format of frozen weights. name: "int8" or "nf4". code_bytes: bytes of the codes of one block."""
+    """A format of frozen weights.
+
+    Attributes:
+        name: "int8" or "nf4".
+        code_bytes: bytes of the codes of one block.
+    """
 
     name: str
     code_bytes: int
@@ -111,7 +116,7 @@ BASE_FORMATS = {one.name: one for one in (BaseFormat("int8", BLOCK), BaseFormat(
 
 
 class PackedLinear(nn.Module):
-    """Base of the classes of quantized linear layers. Each such class also inherits from the layer's own class."""
+    """Linear layer with a quantized weight. `replace_class` combines this class with the layer's own class."""
 
     #: `inspect.layers.is_linear` ignores this class when it looks up the layer's own forward.
     is_adapter = True
@@ -127,7 +132,7 @@ class PackedLinear(nn.Module):
         return self.times_weight(x, layers.bias_of(self))
 
     def times_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply by the dequantized weight, which is freed afterwards."""
+        """Return x times the transposed dequantized weight, plus the bias. Backward dequantizes the weight again."""
         product: Tensor = _PackedProduct.apply(x, self.weight, self._weft_format, self._width)
         return product if bias is None else product + bias
 
@@ -195,6 +200,6 @@ def unpack_layer(layer: nn.Module) -> None:
 
 
 def leave_packed(layer: nn.Module) -> None:
-    """Restore the class of a layer after `unpack_layer`, if no later class replacement is in front of it."""
+    """Remove a layer's format after `unpack_layer`, and restore its class unless a later subclass replaced it."""
     del layer._weft_format, layer._weft_stored
     revert(layer, PackedLinear)

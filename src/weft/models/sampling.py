@@ -35,11 +35,12 @@ def generate(
         top_k: sample among the k most likely tokens only; None: among all.
         seed: the same seed gives the same ids on any device, as far as the logits agree.
         stop_ids: ids that end the text.
-        num_ids: ids from here on are never sampled, for a vocabulary larger than the tokenizer's; None: all may be.
+        num_ids: sample only ids below this, for a vocabulary larger than the tokenizer's; None: sample all ids.
         use_cache: False recomputes the full text for each token.
 
     Raises:
-        ModelError: if the prompt is empty, an id is outside the vocabulary, or the text exceeds the model's limit.
+        ModelError: if the prompt is empty or contains an id outside the vocabulary, if prompt and new tokens together
+            may exceed the model's max_seq_len, or if `max_tokens`, `temperature` or `top_k` is out of range.
     """
     _check(model, prompt_ids, max_tokens, temperature, top_k)
     device = model.embed.weight.device

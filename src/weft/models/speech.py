@@ -133,7 +133,7 @@ class SpeechEncoder(nn.Module):
 
 
 def build_speech_model(name: str, num_classes: int, mels: int, *, dropout: float = 0.1) -> nn.Module:
-    """Build an encoder with new weights from torch's generator.
+    """Build an encoder with random weights, drawn from torch's global generator.
 
     Args:
         name: one of `SPEECH_MODELS`.

@@ -26,7 +26,7 @@ TOKEN_ROWS = "token_rows"
 
 
 class TrainedRows(nn.Module):
-    """Base of module classes with `token_rows`. Each such class also inherits from the module's own class."""
+    """Base of `RowsEmbedding` and `RowsLinear`, which `replace_class` combines with a module's own class."""
 
     weight: nn.Parameter
     token_rows: nn.Parameter
@@ -36,12 +36,12 @@ class TrainedRows(nn.Module):
     _weft_tokens: tuple[int, ...]
     _weft_num_rows: int
     _weft_first_row: int
-    #: Rows of `token_rows` that belong to this rank's part of the vocabulary, and their rows in `weight`. They are no
+    #: Rows of `token_rows` that belong to this rank's part of the vocabulary, and their rows in `weight`. They are not
     #: buffers, because they differ between ranks.
     _weft_local: tuple[Tensor, Tensor]
 
     def take_range(self, first: int, count: int) -> None:
-        """Replace only rows of token ids `first` to `first + count` (exclusive), which `weight` has on this rank."""
+        """Record that `weight` has only the rows of token ids `first` to `first + count - 1` on this rank."""
         ids = self.token_ids
         [places] = ((ids >= first) & (ids < first + count)).nonzero(as_tuple=True)
         self._weft_first_row, self._weft_local = first, (places, ids[places] - first)
@@ -49,6 +49,8 @@ class TrainedRows(nn.Module):
     @torch.no_grad()
     def fill_adapter(self, parameter: Tensor, name: str, full_name: str, seed: int) -> bool:
         """Fill the full parameter `token_rows` with the weight's rows. Return False for any other parameter.
+
+        If the weight is sharded or on the meta device, its initial values are computed from seed and name.
 
         Args:
             parameter: a tensor of the full shape.
@@ -119,7 +121,12 @@ class RowsLinear(TrainedRows):
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Rows to train in one weight. ids: in ascending order. sharing: the modules that have the weight, by path."""
+    """Rows to train in one weight.
+
+    Attributes:
+        ids: token ids in ascending order.
+        sharing: the modules that have the weight, by path.
+    """
 
     ids: tuple[int, ...]
     sharing: Mapping[str, nn.Module]
@@ -128,16 +135,18 @@ class TokenRows:
 def find_rows(
     model: nn.Module, tokens: Mapping[str, Sequence[int]] | Sequence[int], saved: Iterable[str] = ()
 ) -> dict[str, TokenRows]:
-    """Return the rows to train by the path of the first module that has their weight.
+    """Return the rows to train, by the path of the first module that has their weight.
 
     Args:
         model: a model without trained rows.
-        tokens: token ids for the input embedding and the modules that share its weight, or ids by path, or end of a
-            path, of a module.
+        tokens: token ids for the input embedding and the modules that share its weight. Or a mapping from modules to
+            ids, in which a key is the path of a module or the end of its path.
         saved: paths of modules that are trained in full.
 
     Raises:
-        ModelError: if a module cannot have trained rows, or an id is beyond its rows or given twice.
+        ModelError: if the input embedding is unknown, a key does not match exactly one module, a module cannot have
+            trained rows or is in `saved`, ids of modules that share a weight differ, or an id is beyond the rows or
+            given twice.
     """
     every, table = dict(model.named_modules()), layers.input_embeddings(model)
     if not isinstance(tokens, Mapping):
@@ -171,7 +180,10 @@ def find_rows(
 
 
 def add_rows(found: Mapping[str, TokenRows]) -> None:
-    """Make rows trainable. found: as returned by `find_rows`, with frozen weights."""
+    """Add the parameter `token_rows` to the modules of `found` in place, with the values of the weight's rows.
+
+    found: as returned by `find_rows`. Weights on the meta device give parameters without values.
+    """
     for path, one in found.items():
         weight = layers.stored_weight(one.sharing[path])
         dtype, here = torch.promote_types(weight.dtype, torch.float32), "cpu" if weight.is_meta else weight.device
@@ -199,7 +211,7 @@ def remove_rows(module: nn.Module) -> None:
 
 
 def with_rows(weight: Tensor, ids: Sequence[int], rows: Tensor) -> Tensor:
-    """Return a copy of a weight (V, D) with some rows replaced, in the weight's dtype."""
+    """Return a copy of a weight (V, D) in which `rows` (K, D) replace the rows of `ids`, in the weight's dtype."""
     index = torch.tensor(ids, dtype=torch.int64, device=weight.device)
     return weight.index_copy(0, index, rows.to(weight.device, weight.dtype))
 
@@ -241,7 +253,7 @@ def _check_ids(ids: Sequence[int], num_rows: int, path: str) -> None:
 
 
 def fits(path: str, pattern: str) -> bool:
-    """Return True if a pattern matches a path or the end of one."""
+    """Return True if a pattern with wildcards matches a path, or the part of it after one of its dots."""
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 

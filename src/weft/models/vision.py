@@ -1,6 +1,8 @@
-"""Residual networks, of He et al. 2015 (arXiv 1512.03385), with the parameter names of torchvision.
+"""Image classifiers: residual networks (He et al. 2015, arXiv 1512.03385), VGG and vision transformers.
 
-Letters: B batch, C channels, H and W height and width, K classes.
+Parameters have the names of torchvision, and those of vision transformers the names of transformers.
+
+Letters: B batch, C channels, H and W height and width, T tokens, D width, S pixels per side, K classes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Norm = Callable[[int], nn.Module]
 class ResNetSpec:
     """A residual network.
 
-    depths: blocks of the four stages. is_wide: True for blocks with four times the output channels.
+    Attributes:
+        depths: numbers of blocks of the four stages.
+        is_wide: True for bottleneck blocks (`WideBlock`), whose outputs have four times the channels.
     """
 
     depths: tuple[int, int, int, int]
@@ -57,7 +61,7 @@ class PlainBlock(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """A strided 3x3 convolution between two 1x1 convolutions. The last one has four times the channels."""
+    """A strided 3x3 convolution between two 1x1 convolutions, with a shortcut. The output has 4 * dim channels."""
 
     expansion = 4
 
@@ -180,7 +184,7 @@ class VGG(nn.Module):
         self.reset_weights()
 
     def reset_weights(self) -> None:
-        """Reset convolutions to normal weights by fan-out, and linear layers to a standard deviation of 0.01."""
+        """Reset convolutions to normal weights by fan-out, linear weights to normal with std 0.01, and biases to 0."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -297,7 +301,7 @@ class VisionTransformer(nn.Module):
         self.reset_weights()
 
     def reset_weights(self) -> None:
-        """Reset weights to a truncated normal (0.02, at two deviations), and biases and the head's weight to 0."""
+        """Reset weights to a normal with std 0.02, truncated at two std, and biases and the head's weight to 0."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 nn.init.trunc_normal_(module.weight, std=_INIT_STD, a=-2 * _INIT_STD, b=2 * _INIT_STD)

@@ -65,7 +65,8 @@ def outermost(model: nn.Module, is_wanted: Callable[[Site], bool]) -> list[Site]
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks by module path, in the order of registration. The result is empty without blocks.
 
-    A block is a module with a forward. The blocks are the outermost modules among these:
+    A block is a module with a forward. A module is composite if it has a child with parameters. The blocks are the
+    outermost modules among these:
 
     - entries of ModuleLists, and of ModuleDicts with numbers as keys or with two entries of one class;
     - composite children of Sequentials (such as a residual network's stages);

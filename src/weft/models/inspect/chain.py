@@ -102,7 +102,7 @@ def find_chain(model: nn.Module) -> Chain:
 
 
 def _with_empty(model: nn.Module, units: list[Site]) -> list[Site]:
-    """Return the blocks and their siblings in the same list that are repeated or have no parameters (activations)."""
+    """Return the blocks and the other entries of their lists, except those that are never called or contain blocks."""
     found: dict[str, Site] = {}
     for site in units:
         is_list = isinstance(site.parent, nn.Sequential | nn.ModuleList | nn.ModuleDict)
@@ -158,7 +158,7 @@ def _encoder_and_decoder(model: nn.Module, paths: set[str]) -> tuple[str, str] |
 
 
 def _part(path: str, name: str) -> str:
-    """Return the path up to the first part that ends with `name`, such as `encoder` or `text_encoder`."""
+    """Return the path up to the first part that ends with `name`, such as `text_encoder` for "encoder", or ""."""
     keys = path.split(".")
     return next((".".join(keys[: place + 1]) for place, key in enumerate(keys) if key.endswith(name)), "")
 

@@ -1,7 +1,7 @@
 """Sizes of sharded dims as integers that record how code uses them.
 
 A rank has only its part of a sharded dim, so a number computed from its size differs from the result on one process. A
-reshape may use such a size if the size of the part gives the part of the reshaped tensor.
+reshape may use such a size if the same reshape of the part gives the part of the reshaped tensor.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Counted(int):
         Args:
             full: value on one process.
             part: value on one of the ranks.
-            misuse: called with a description of any use other than reshaping.
+            misuse: called with a description of each use other than in integer arithmetic and reshapes. `{}` stands for
+                the size in it.
         """
         found = Counted(full)
         found.part, found.misuse = part, misuse
@@ -126,7 +127,10 @@ def _range(*bounds: int) -> range:
 
 @contextmanager
 def watched_loops(model: torch.nn.Module) -> Generator[None]:
-    """Record loops over `Counted` numbers in the model's own code. `range` takes them for plain numbers."""
+    """Record each `range` over a `Counted` number in the model's own code inside the context, by its `misuse`.
+
+    The name `range` is replaced in the files of the model's forwards, because the built-in accepts a `Counted`.
+    """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     forwards = [vars(kind).get("forward") for kind in kinds if not kind.__module__.startswith(("torch.", "weft."))]
     spaces: list[dict[str, Any]] = [one.__globals__ for one in forwards if isinstance(one, FunctionType)]

@@ -1,4 +1,4 @@
-"""Parameter counts of any nn.Module, with its repeated blocks found."""
+"""Parameter counts of any nn.Module by repeated blocks, and a description of its cost from runs on the meta device."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ class _Run:
 def trace_model(
     model: nn.Module, outline: Outline, call: Callable[[nn.Module, int, int], Any], *, seq_step: int = 0
 ) -> TracedModel:
-    """Describe a model on the meta device.
+    """Describe the cost of a model, from runs on the meta device with several batch sizes and sequence lengths.
 
     Args:
         model: a model on the meta device.
@@ -391,7 +391,7 @@ def _backward(output: Any) -> None:
 def _count_params(model: nn.Module, outline: Outline, recorder: KernelRecorder, parts: dict[int, PartOfRun]) -> None:
     """Assign each parameter to the part that reads it first.
 
-    Those of embedding and head are counted by the vocabulary size.
+    Weights of embedding and head are skipped, because they are counted by the vocabulary size.
     """
     vocabulary = {id(weight) for each in (outline.head, outline.table) if outline.head is not None
                   and (weight := _weight_of(each)) is not None}  # fmt: skip

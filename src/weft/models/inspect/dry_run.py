@@ -32,13 +32,13 @@ SHORTEST = 8
 def call_without_numbers(
     model: nn.Module, moved: Any, mode: AbstractContextManager[Any], dtype: torch.dtype | None = None
 ) -> Any:
-    """Return the model's output on the meta device, in evaluation and under a torch mode. The model is not changed.
+    """Return the model's output on the meta device, in evaluation mode and under `mode`. The model is not changed.
 
     Args:
         model: any model.
         moved: arguments from `without_numbers`.
         mode: the torch mode, or another context manager around the forward.
-        dtype: dtype of all floating-point tensors; None for the model's own.
+        dtype: dtype of all floating-point parameters and buffers; None keeps their dtypes.
 
     Raises:
         ModelError: if the forward reads values or fails.
@@ -64,7 +64,7 @@ def call_traced(
     """Return the output of one observed forward, with the autograd graph. The model is not changed.
 
     The forward runs on the meta device, in the model's dtype or else in bfloat16. If that fails, for example because of
-    branches that depend on values, it runs with values.
+    branches that depend on values, it runs with values, unless the model is on the meta device.
 
     Args:
         model: any model.
@@ -205,7 +205,7 @@ class LoadedSamples:
         self.collate = cast(Callable[[list[Any]], Any], loader.collate_fn)  # pyright: ignore[reportUnknownMemberType] - torch leaves it untyped
 
     def samples(self, step: int, size: int) -> list[Any]:
-        """Return the samples of one step."""
+        """Return the `size` samples of a step. Steps are counted from 0."""
         return [self._dataset[number % len(self._dataset)] for number in range(step * size, (step + 1) * size)]
 
     def __call__(self, step: int, size: int) -> Any:
@@ -266,7 +266,16 @@ def _image(model: nn.Module, channels: int, batch: int) -> torch.Tensor:
 
 
 class Inputs:
-    """Arguments of the model's forward, for any batch size and sequence length."""
+    """Arguments of the model's forward, for any batch size and sequence length.
+
+    Attributes:
+        given: True if the caller passed an example.
+        example: the example on the meta device.
+        seq_len: tokens of a sequence in the example, or 0 if it has no sequences.
+
+    Raises:
+        ModelError: if the example has no tensor.
+    """
 
     def __init__(self, model: nn.Module, example: Any):
         self.given = example is not None
@@ -288,7 +297,7 @@ class Inputs:
         self._sure = bool(ids)
 
     def call(self, model: nn.Module, batch: int, seq: int) -> Any:
-        """Run the model on `batch` samples of `seq` tokens."""
+        """Run the model on the meta device on `batch` samples of `seq` tokens, and return its output."""
         with torch.device("meta"):
             made = tree_map(partial(self._sized, batch=batch, seq=seq), self.example)
             args, kwargs = as_arguments(made)

@@ -61,9 +61,10 @@ _ALIKE = frozenset(("empty_like", "zeros_like", "ones_like", "full_like"))
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Mark of a tensor with features of some layers.
+    """The dim of a tensor that has output features of linear layers, and these layers.
 
     Attributes:
+        sources: paths of the layers.
         dim, count: the dim of the features, and the number of heads or features in it.
         segment: first feature and number of features, for a part of a fused layer's output.
     """
@@ -82,7 +83,8 @@ class FeatureFlow(TorchFunctionMode):
         weights: ids of parameters that a layer may shard.
         read: ids of parameters that are used outside their layer, and the operation.
         lookup: id of the weight of the embedding that is running.
-        broken, alone: reasons why layers cannot be sharded, and those whose features mixed only with each other.
+        broken: reason why a layer cannot be sharded, by path.
+        alone: paths of layers in `broken` whose features mixed only with each other.
     """
 
     def __init__(self, is_trusted: bool = False) -> None:
@@ -115,7 +117,7 @@ class FeatureFlow(TorchFunctionMode):
                 self.segments.setdefault(source, set()).add(mark.segment)
 
     def of(self, value: Any) -> Mark | None:
-        """Return the mark of a value, or None if it is unmarked or unsharded. Trace a custom backward, once."""
+        """Return a value's mark, or None if it has none or its layers are all in `alone`. Trace a custom backward."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
         if found and not self.inside and id(value) not in self._traced:
             self.inside = True
@@ -131,7 +133,7 @@ class FeatureFlow(TorchFunctionMode):
         return id(tensor) in self.params
 
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
-        """Record that layers cannot be sharded. alone: True if their features mixed only with each other."""
+        """Record that the layers of a mark cannot be sharded. alone: their features mixed only with each other."""
         for source in mark.sources:
             self.broken.setdefault(source, reason)
         if alone and len(mark.sources) == 1:
@@ -192,7 +194,7 @@ class FeatureFlow(TorchFunctionMode):
                 self.read.setdefault(id(leaf), name)
 
     def _counted(self, name: str, args: Any, kwargs: Any, result: Any, mark: Mark) -> Any:
-        """Return a size that removes the mark if code computes with it."""
+        """Return the result of a size query, with a `Counted` that ends the mark on misuse."""
 
         def misuse(what: str) -> None:
             if not self.is_over:
@@ -248,7 +250,7 @@ class FeatureFlow(TorchFunctionMode):
             self.mark(tensor, mark)
 
     def _fills(self, name: str, args: Any, result: Any) -> bool:
-        """Return True for a write into part of a tensor, by its index or through a view of a fresh tensor."""
+        """Follow a write into part of a tensor, or a view of an uninitialized tensor. Return False for other calls."""
         if name == "__getitem__" and id(args[0]) in self._fresh:
             self._views[id(result)] = (result, args[0], args[1])
         elif name == "__setitem__":
@@ -511,10 +513,7 @@ class FlowStep:
     _chunk = _split_with_sizes = _tensor_split = _split
 
     def _segment(self, output: torch.Tensor, start: int, size: int) -> Iterator[tuple[torch.Tensor, Mark]]:
-        """Yield a segment of a fused layer's features.
-
-        The segment must be of a full output, because a part of heads is no segment.
-        """
+        """Yield the output as a segment of a fused layer's features, if the input is the layer's full output."""
         whole = self.args[0]
         if self.first.segment is None and len(self.first.sources) == 1 and self.first.dim == whole.dim() - 1:
             yield output, replace(self.first, count=size, segment=(start, size))

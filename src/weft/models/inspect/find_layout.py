@@ -65,7 +65,8 @@ def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) ->
         example: arguments of a forward, for a model that takes neither ids nor images.
 
     Raises:
-        LayoutError: if a module lacks the style; the message names the module and the style to add.
+        LayoutError: if a module lacks the style, or if the model cannot be traced and the layout omits a module next
+            to sharded layers. The message names the module and the style to add.
     """
     modules = dict(named_modules(model))
     styles = _names(layout, modules)
@@ -189,7 +190,10 @@ def _with_attention(model: nn.Module, example: Any, found: FoundLayout, across_n
 
 
 def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
-    """Return the layout of a Hugging Face model's own plan, or None without a plan or if it is incomplete."""
+    """Return the layout of a Hugging Face model's own plan, or None if there is none or Weft cannot use it.
+
+    A plan cannot be used if it has an unknown style, or omits modules among sharded layers.
+    """
     plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""

@@ -53,7 +53,11 @@ def is_hugging_face(model: nn.Module) -> bool:
 def load_model_config(path: Path) -> Any:
     """Return the config of a folder, or of its config.json. It downloads nothing and runs no code of the folder.
 
-    Raise ModelError if transformers cannot read it, and MissingExtra without transformers.
+    It sets HF_HUB_OFFLINE=1 for this process and its children.
+
+    Raises:
+        ModelError: if there is no config.json, if it requires code of the folder, or if transformers cannot read it.
+        MissingExtra: if transformers is not installed.
     """
     env.set_for_children(HF_HUB_OFFLINE="1")
     try:
@@ -86,7 +90,7 @@ def model_of_config(config: Any) -> nn.Module:
 
 
 def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of one sample of each required input by name, with tokens last.
+    """Return the shapes of one sample of each known input of a model, by name. Inputs of token ids are at the end.
 
     For a model that replaces tokens by images (LLaVA), only the tokens are returned, since it also accepts text alone.
     The result is empty if no input is known.
@@ -117,7 +121,7 @@ def reads_images_as_tokens(model: Any) -> bool:
 
 
 def image_token(config: Any) -> int | None:
-    """Return the token that image features replace, or None."""
+    """Return the id of the token that image features replace, or None."""
     found = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if found is None else found
 
@@ -138,6 +142,8 @@ def causal_model(config: Any) -> nn.Module:
 
 def headed_model(config: Any, head: str, words: str) -> nn.Module:
     """Return the model of a config's family with some head, in float32. Within `as_shapes` it allocates no memory.
+
+    The dtype of the config is set to None.
 
     Args:
         config: a transformers config.
@@ -189,7 +195,7 @@ def load_tokenizer(folder: Path, **options: Any) -> Any:
     options: options of the tokenizer's class.
 
     Raises:
-        DataError: if the folder has no tokenizer that transformers can read.
+        DataError: if the folder has no tokenizer that transformers can read, or no fast one.
     """
     transformers: Any = importlib.import_module("transformers")
     if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):  # else transformers creates an empty one
@@ -216,7 +222,7 @@ def load_tokenizer(folder: Path, **options: Any) -> Any:
 
 
 def attention_heads(model: Any) -> tuple[int, int] | None:
-    """Return the numbers of query heads and key-value heads of the config, or None without a single number."""
+    """Return the numbers of query heads and key-value heads of the config, or None if they are not single numbers."""
     config = model.config.get_text_config(decoder=True)
     heads = number(config, "heads")
     return None if heads is None else (heads, number(config, "kv_heads") or heads)
@@ -240,7 +246,7 @@ def attention_function(module: nn.Module, name: str) -> Any:
 
 
 def looks_at_positions(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> bool:
-    """Return True if a call infers documents from the position ids: causal layers do if they fill no cache.
+    """Return True if a call infers documents from the position ids, as causal models do without a key-value cache.
 
     signature, given: signature of the model's forward, and its arguments by name.
     """
@@ -255,7 +261,13 @@ def looks_at_positions(model: Any, signature: inspect.Signature, given: dict[str
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A transformers hook that records a module's outputs. key: hidden_states, attentions and so on."""
+    """A transformers hook that records a module's outputs.
+
+    Attributes:
+        module: the hooked module.
+        key: name of the recorded output, such as hidden_states or attentions.
+        hook: the forward hook.
+    """
 
     module: nn.Module
     key: str
@@ -286,7 +298,7 @@ def is_cache(value: Any) -> bool:
 
 
 def holds_tokens(cache: Any) -> bool:
-    """Return True if a key-value cache holds tokens, or has no length."""
+    """Return True if a key-value cache holds tokens, or has no method `get_seq_length`."""
     count = getattr(cache, "get_seq_length", None)
     return count is None or count() > 0
 
@@ -305,7 +317,7 @@ def attention_chunk(module: nn.Module) -> int:
 
 
 def scales_logits(model: nn.Module) -> bool:
-    """Return True if the model changes its logits after the head."""
+    """Return True if the config has a value by which the model changes its logits after the head."""
     config = getattr(model, "config", None)
     return any(isinstance(getattr(config, name, None), int | float) for name in _SCALES)
 
@@ -343,7 +355,7 @@ def _table_past_padding(model: nn.Module) -> nn.Embedding | None:
 def has_gated_experts(experts: nn.Module) -> bool:
     """Return True if a transformers module has experts of the form down(gate(x)).
 
-    Their weights are (outputs, inputs), without biases.
+    The weights must be stored as (outputs, inputs), without biases and without a norm after the experts.
     """
     said = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
     return callable(getattr(experts, "_apply_gate", None)) and all(

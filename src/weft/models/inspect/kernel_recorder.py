@@ -90,7 +90,7 @@ class Row:
 class Saved:
     """One tensor saved for backward.
 
-    place: number of rows recorded before it. in_attention: True if only attention saves it.
+    place: number of rows recorded before its last save. in_attention: True if only attention saves it.
     """
 
     part: int

@@ -180,7 +180,7 @@ class Heads:
 
     @classmethod
     def of(cls, module: nn.Module) -> Heads:
-        """Return the heads of a module around sharded layers."""
+        """Return the heads of a module around sharded layers, or no heads if it has no attribute for their width."""
         width = _number(module, _HEAD_DIMS)
         if width is None:
             return cls()
@@ -192,7 +192,8 @@ class Heads:
     def row_groups(self, style: Style, rows: int) -> list[tuple[int, int, bool]]:
         """Return (rows, rows per unit, may repeat) for each part of a column-parallel layer.
 
-        Rows of one unit stay on one rank. `may repeat` is True if fewer units than tp ranks may be repeated.
+        Rows of one unit stay on one rank. `may repeat` is True if several ranks may have the same unit when there are
+        fewer units than tp ranks, as for key-value heads.
         """
         parts = style.sizes(rows)
         if not self.count:
@@ -245,7 +246,9 @@ class WrittenHeads:
         return frozenset(count * self.width for count in self.counts)
 
     def local_sizes(self, sizes: Sequence[int], shape: Sequence[int], ranks: int) -> list[int] | None:
-        """Return the sizes to which a rank's part is reshaped, or None if the code's sizes fit it or it has no heads.
+        """Return the sizes to which a rank's part is reshaped.
+
+        Return None if the code's sizes fit the part, or if no split of the heads does.
 
         Args:
             sizes: sizes of the full tensor as the code computes them. Dims for heads follow the dims that do not
@@ -273,7 +276,7 @@ class WrittenHeads:
         return next((each for each in reversed(found) if math.prod(each) == total), None)
 
     def _splits_heads(self, sizes: Sequence[int], rest: int) -> bool:
-        """Return True if a size of -1 would give a part with too few features per head."""
+        """Return True if the size -1 follows a number of heads and would become `rest`, which is not their width."""
         at = sizes.index(-1)
         return at > 0 and sizes[at - 1] in self.counts and rest != self.width
 
@@ -287,7 +290,7 @@ def _number(owner: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _count_by_width(module: nn.Module, width: int) -> int:
-    """Return the heads of a module with only a head width, from the widest outputs and inputs of its projections."""
+    """Return the number of heads: the smaller of the most outputs and inputs of linear children, divided by `width`."""
     features = [child.out_features for child in module.children() if isinstance(child, nn.Linear)]
     inputs = [child.in_features for child in module.children() if isinstance(child, nn.Linear)]
     return min(max(features, default=0), max(inputs, default=0)) // width

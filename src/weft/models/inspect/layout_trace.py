@@ -56,7 +56,7 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
             ranks sum its mean squares in each call.
 
     Raises:
-        LayoutError: if the forward fails on the meta device, or nothing is found.
+        LayoutError: if the forward fails, or no layer can be sharded.
     """
     example = example_of(model) if example is None else example
     trace = _Trace(model, across_norms).run(example)
@@ -76,10 +76,11 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
 
 
 def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset[str]]:
-    """Map each module with parameters that processes sharded features to the linear layers of these features.
+    """Map each module with direct parameters, such as a norm, to the linear layers whose output features it reads.
 
-    Such a module is a norm per head, for example. example: see `trace_layout`. Raises LayoutError if the forward fails
-    on the meta device.
+    Linear layers and embeddings are left out. The set is empty for a module that reads no such features.
+
+    example: see `trace_layout`. Raises LayoutError if the forward fails.
     """
     example = example_of(model) if example is None else example
     return dict(_Trace(model).run(example).inside)
@@ -111,7 +112,10 @@ class _Trace:
         return self.flow
 
     def run(self, example: Any) -> _Trace:
-        """Call the model, record what `styles` needs, and return self."""
+        """Call the model, follow the features of its layers, and return self.
+
+        Raises LayoutError if the forward fails.
+        """
         handles = [self.model.register_forward_pre_hook(self._before_model)]
         handles += [hook for module in self.model.modules() for hook in self._watch(module)]
         try:
@@ -327,10 +331,10 @@ class _Trace:
                 styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
 
     def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
-        """Add unsharded linear layers within a sharded part, such as in latent attention.
+        """Add, as partial, the other modules next to sharded layers if some are linear, as in latent attention.
 
-        The output of the part is a sum over ranks, and its input feeds the heads of one rank, so all modules between
-        them have partial gradients.
+        The module around them outputs a sum over ranks, and its input reaches the heads of one rank. So the parameters
+        of all modules inside it have gradients that are partial sums.
         """
         modules = dict(named_modules(self.model))
         columns: dict[str, list[str]] = {}
@@ -353,7 +357,7 @@ class _Trace:
                     styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
 
     def _undivided(self, styles: dict[str, str], reasons: dict[str, str], modules: Mapping[str, nn.Module]) -> None:
-        """Add modules near sharded layers that read no sharded features, such as a layer behind a row-sharded one."""
+        """Add, as replicated, modules in the parents of column-sharded layers that read no features of these layers."""
         columns = {path for path, style in styles.items() if style.startswith("colwise")}
         for around in {parent_of(path) for path in columns} - {""}:
             if any("norm" in type(child).__name__.lower() for child in modules[around].children()):

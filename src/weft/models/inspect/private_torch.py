@@ -13,9 +13,6 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
-# This is the only file with private names.
-
-
 #: Operators that the tracer counts. Public functions (reshape, grouped products) lower to them.
 UNSAFE_VIEW = torch.ops.aten._unsafe_view
 GROUPED_MM = torch.ops.aten._grouped_mm
@@ -56,7 +53,7 @@ class CustomBackward:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> CustomBackward | None:
-        """Return the backward of the function that created a tensor, or None if torch or Weft defines that function."""
+        """Return the backward of the function that created a tensor, or None for functions of torch and Weft."""
         node: Any = tensor.grad_fn
         kind: Any = getattr(node, "_forward_cls", None)  # torch's own nodes have none
         return None if kind is None or kind.__module__.startswith(("torch.", "weft.")) else cls(node)

@@ -23,9 +23,12 @@ _ROWS, _FEATURES = 3, 8
 
 @dataclass(frozen=True, slots=True)
 class RmsForm:
-    """Variant of a norm.
+    """Variant of an RMS norm.
 
-    from_one: the weight is added to one. rounds_first: the cast to the input's dtype precedes the scale.
+    Attributes:
+        eps: added to the mean square.
+        from_one: True if the factor is 1 + weight.
+        rounds_first: True if the values are cast to the input's dtype before they are multiplied by the weight.
     """
 
     eps: float

@@ -86,7 +86,10 @@ class StateHeads(Heads):
 
 
 def state_heads(module: nn.Module) -> StateHeads | None:
-    """Return the heads of a layer whose state ranks can share, or None for another module."""
+    """Return the heads of a layer whose state ranks can share, or None for other modules.
+
+    If mamba_ssm is installed, also return None for Mamba layers.
+    """
     kind = class_before(module)
     if kind.__name__ not in _KINDS or not kind.__module__.startswith("transformers.models."):
         return None

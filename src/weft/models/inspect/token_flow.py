@@ -1,7 +1,7 @@
 """Find modules that mix tokens of a sequence, from their classes and from one forward on small inputs.
 
 Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside modules that
-get all of them. `find_regions` runs the model once and follows the tokens from the scatter to the gather. It accepts
+get all of them. `find_regions` runs the model and follows the tokens from the scatter to the gather. It accepts
 the operations in `token_rules.py` and rejects every other operation by name.
 """
 
@@ -49,10 +49,14 @@ _MOST_WIDENED = 12
 
 
 def mixing(module: nn.Module) -> str:
-    """Return how a module with weights mixes tokens, judged by its class.
+    """Return how a module mixes tokens, judged by its class.
 
-    "attention". "convolution": Conv2d, or a model's own causal conv1d class. "other": nn.Conv1d with a kernel above 1,
-    recurrent layers, and classes such as SSM or mixer layers. "": does not mix tokens.
+    - "attention": the class name contains "attention" or "attn".
+    - "convolution": Conv2d, or the class name contains "conv1d".
+    - "other": nn.Conv1d with a kernel above 1, recurrent layers, and class names such as "Mamba" or "Mixer".
+    - "": any other module, and modules without parameters.
+
+    "other" has precedence. Class names that end in "norm", "mlp", "embedding" or "embeddings" are not searched.
     """
     if isinstance(module, nn.Conv1d | nn.RNNBase):
         return "" if isinstance(module, nn.Conv1d) and set(module.kernel_size) == {1} else "other"
@@ -81,7 +85,8 @@ def find_regions(
         example: arguments of a forward, or None for generated ones.
 
     Raises:
-        LayoutError: if an operation inside a block mixes tokens or is unknown, or the model cannot be traced.
+        LayoutError: if an operation inside a block mixes tokens or is unknown, if no module with sharded layers is
+            called in the blocks, or if the model cannot be traced.
     """
     runs = tuple((chain[0], chain[-1]) for chain in blocks)
     every = tuple(path for chain in blocks for path in chain)
@@ -160,7 +165,10 @@ def find_mixers(
 
 
 def _next_mixers(model: nn.Module, flow: TokenTrace, division: TokenDivision, known: Collection[str]) -> set[str]:
-    """Return the innermost modules of all blocks that mixed tokens in a trace, except modules in `known`."""
+    """Return the innermost module outside `known` that mixed tokens in a trace, and the same module of all blocks.
+
+    The result is empty if there is no such module, or if it is a sharded layer.
+    """
     near = next((at for at, path in enumerate(flow.failed) if division.gathers(path)), len(flow.failed))
     path = next((path for path in reversed(flow.failed[: near + 1]) if path not in known), None)
     return set() if path is None or division.style_of(path) else _same_kind(model, path)
@@ -178,9 +186,9 @@ def _same_kind(model: nn.Module, path: str) -> set[str]:
 
 
 def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> TokenTrace:
-    """Return a trace of the tokens in evaluation mode, and also in training mode if the user's model trains.
+    """Return a trace of the tokens in evaluation mode, and also in training mode if the model is in that mode.
 
-    If tracing fails, its `problem` is the reason.
+    Models of transformers are traced in evaluation mode only. If tracing fails, the trace's `problem` is the reason.
     """
     flow = TokenTrace(model, regions, division)
     try:
@@ -196,7 +204,7 @@ def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, ex
 def _called_units(
     model: nn.Module, blocks: Sequence[str], called: Collection[str], division: TokenDivision
 ) -> tuple[str, ...]:
-    """Return the outermost modules of the blocks that the model calls and that hold sharded layers."""
+    """Return the outermost called modules of the blocks that hold sharded layers, except those that get all tokens."""
     modules = dict(named_modules(model))
     cut = [path for path, style in division.styles.items() if style.name in ("colwise", "rowwise")]
     found: list[str] = []

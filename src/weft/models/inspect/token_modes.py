@@ -1,4 +1,4 @@
-"""Modes that observe the operations of one forward for a trace of its tokens, and the use of their sizes."""
+"""Torch modes that pass the operations of one forward, and its uses of tensor sizes, to a `TokenTrace`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DROPOUT = frozenset(("dropout", "alpha_dropout", "dropout1d"))
 
 
 class TokenOperations(TorchFunctionMode):
-    """Mode that records the names of the torch functions that a model calls, and their size queries."""
+    """Mode that records the name of the current torch function, and checks how code uses the number of tokens."""
 
     def __init__(self, flow: Any):
         super().__init__()
@@ -143,7 +143,7 @@ class TokenOperations(TorchFunctionMode):
             self._misuse(f"writes {{}} down in `{name}`")
 
     def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, is_marked: bool) -> None:
-        """Check sizes of tokens among the arguments of a function."""
+        """Check the use of the number of tokens among the arguments of a function. Mark constants of that size."""
         if (is_marked and name in RESHAPES) or name in ("expand", "broadcast_to"):
             return
         dims: list[int] = []
@@ -157,7 +157,7 @@ class TokenOperations(TorchFunctionMode):
 
 
 class TokenWatch(TorchDispatchMode):
-    """Mode that traces the aten operations of torch functions."""
+    """Mode that passes each aten operation to the trace, with the name of the torch function that calls it."""
 
     def __init__(self, operations: TokenOperations):
         super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch leaves it untyped

@@ -28,7 +28,13 @@ class TokensAt(NamedTuple):
 
 
 def tokens_at(output: Tensor, position: int, inputs: Sequence[TokensAt]) -> TokensAt | None:
-    """Return the dim with the tokens of the output of a module that got all tokens, or None if several could be."""
+    """Return the dim with the tokens of the output of a module that got all tokens, or None if it is not unique.
+
+    It is the only dim of the tokens' size, unless this is dim 0. If no dim has that size, it is dim 0 with all tokens
+    of all samples.
+
+    position: index of the output among the flattened results. inputs: tensors with tokens among the arguments.
+    """
     count = inputs[0].tokens
     dims = [dim for dim, size in enumerate(output.shape) if size == count]
     if any(one.tokens != count for one in inputs) or len(dims) > 1:
@@ -54,9 +60,9 @@ class TokenRegions:
 
     Attributes:
         runs: the first and the last module of each region.
-        units: the modules whose parameters read a part of the tokens.
-        summed: for each unit, positions of outside tensors among its flattened arguments (positional, then keyword),
-            whose gradients are sums over the ranks.
+        units: the modules that compute on sharded tokens: the blocks, or called modules inside them.
+        summed: for each unit, the indices of the arguments (flattened, positional first) that require a gradient and
+            come from outside the blocks. Their gradients must be summed over the ranks.
         why_apart: reason why tokens are gathered after each unit, or "" if they stay sharded from one to the next.
         full: modules in the units that get all tokens and compute them on every rank.
         why_full: reason for the first of these modules, or "".
@@ -84,8 +90,8 @@ class TokenDivision:
         remedy: the fix, for messages.
         has_own_loss: True if each rank computes a loss for its tokens, so that all gradients are summed anyway.
         reading: modules that receive an encoder's states, which are sharded too.
-        entries: modules around sharded layers that gather the tokens of the first argument with as many features as
-            the value. A row-parallel layer inside or behind them shards the tokens again.
+        entries: modules around sharded layers -> number of features. They gather the tokens of the first argument with
+            that many features. A row-parallel layer inside or behind them shards the tokens again.
         full: modules that get all tokens and compute them on every rank.
     """
 
@@ -100,7 +106,7 @@ class TokenDivision:
     full: Collection[str] = ()
 
     def gathers(self, path: str) -> bool:
-        """Return True if a module gets all tokens."""
+        """Return True if tokens are gathered before a module because of its style, `gathering` or `entries`."""
         return path in self.gathering or path in self.entries or self.style_of(path) in ("colwise", "rowwise")
 
     def style_of(self, path: str) -> str:

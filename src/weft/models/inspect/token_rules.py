@@ -393,9 +393,9 @@ class TokenStep:
             yield from self._give(mark, mark.dim)
 
     def _op_gather(self) -> Iterator[Any]:
-        """Follow a gather along another dim than the tokens'.
+        """Follow a gather or scatter along another dim than that of the tokens.
 
-        Also follow a scatter along such a dim, into a tensor with tokens or a constant one.
+        Tensors without tokens must be constant along the dim of the tokens.
         """
         tensor = self.args[0]
         dim = self._get(1, "dim") % tensor.dim()

@@ -1,4 +1,8 @@
-"""Trace the tokens through one forward of a model, and check the operations on them outside sharded layers."""
+"""Trace the tokens through one forward of a model, and check the operations on them outside sharded layers.
+
+A tensor has tokens if one of its dims has an element for each token. Its mark (`TokenDim`) is that dim. Where tokens
+are sharded, a rank has only its part of the dim. Some modules get all tokens: they are gathered before the module.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ class TensorMarks:
 
     @property
     def count(self) -> int | None:
-        """Return the number of tokens in the tensors, or None without tokens."""
+        """Number of tokens in the tensors, or None without tokens."""
         return next((one.count for one in self._tokens.values()), None)
 
     def is_uniform(self, tensor: Any) -> bool:
@@ -62,13 +66,16 @@ class TensorMarks:
         return isinstance(tensor, torch.Tensor) and id(tensor) in self._uniform
 
     def is_identical(self, tensor: torch.Tensor, from_end: int) -> bool:
-        """Return True if values are equal along a dim, counted from the end."""
+        """Return True if values are known to be equal along a dim, counted from the end, or if there is no such dim."""
         if from_end > tensor.dim() or id(tensor) in self._uniform:
             return True
         return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
 
     def accepts(self, target: torch.Tensor, tokens: TokenDim, is_uniform: bool) -> bool:
-        """Return True if tokens may be written into a tensor, and then mark the tensor that it is a view of."""
+        """Return True if tokens may be written into a tensor. If it is a view of an unmarked tensor, mark the latter.
+
+        is_uniform: True if all values of the tensor are equal.
+        """
         before, base = self.of(target), self._bases.get(id(target))
         if before is not None:
             return before == tokens
@@ -90,7 +97,7 @@ class TensorMarks:
             self._kept += [output, base]
 
     def propagate_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
-        """Record which results of an operation on tensors without tokens are constant."""
+        """Record which results of an operation are constant, and which tensors no longer are after a write in place."""
         if outputs and args and outputs[0] is args[0]:
             # All tensors that share the written memory may no longer be constant.
             base = self._bases.get(id(outputs[0]))
@@ -104,7 +111,7 @@ class TensorMarks:
 
 
 class Owners:
-    """Tensors and parameters of blocks, and parameters of modules that get all tokens, by identity."""
+    """Identities of the tensors and parameters of blocks, and of the parameters of modules that get all tokens."""
 
     def __init__(self) -> None:
         self._blocks, self._full = set[int](), set[int]()
@@ -113,7 +120,7 @@ class Owners:
         self.made: set[int] = set()
 
     def find(self, model: nn.Module, units: Iterable[str], full: Iterable[str]) -> None:
-        """Find the parameters of blocks, `units`, and of modules that get all tokens, `full`, by their paths."""
+        """Record the parameters of blocks (paths `units`) and of modules that get all tokens (paths `full`)."""
         named = dict(named_modules(model))
         self._blocks = {id(param) for unit in units for param in named[unit].parameters()}
         self._full = {id(param) for path in full for param in named[path].parameters()}
@@ -151,7 +158,7 @@ class FullRegion:
     made: set[int]
 
     def reads_outside(self, given: Iterable[torch.Tensor], marks: TensorMarks) -> bool:
-        """Return True if any of the tensors has tokens, or a gradient from outside the module."""
+        """Return True if any of the tensors has tokens, or requires a gradient and was not made in the module."""
         return any(marks.of(one) is not None or (one.requires_grad and id(one) not in self.made) for one in given)
 
 
@@ -160,12 +167,13 @@ class TokenTrace:
 
     Attributes:
         marks: positions of tokens in tensors.
-        problem: description of the first operation or use without a rule, or None.
-        failed: modules of the block that ran then, outermost first.
+        problem: the first reason why the tokens cannot be sharded, or None.
+        failed: paths of the modules in the block that were running then, outermost first.
         called: paths of modules that ran.
         summed, full: see `TokenRegions`.
 
     Args:
+        model: the model to trace.
         regions: the regions to check.
         division: how the parallelism technique shards tokens.
     """
@@ -192,7 +200,7 @@ class TokenTrace:
         self.marks, self._owners = TensorMarks(), Owners()
 
     def trace(self, example: Any, training: bool) -> None:
-        """Trace one forward of the model."""
+        """Trace one forward of the model. training: False to set all modules to evaluation mode."""
         handles: list[RemovableHandle] = []
         for path, module in named_modules(self._model):
             handles.append(module.register_forward_pre_hook(self._unseen(self._enter(path)), with_kwargs=True))
@@ -228,12 +236,15 @@ class TokenTrace:
 
     @property
     def module_name(self) -> str:
-        """The running module, for messages."""
+        """Path and class of the running module, for messages."""
         path = self._stack[-1] if self._stack else ""
         return f"{path} ({self._kind(path)})" if path else type(self._model).__name__
 
     def record_mixing(self, operation: str, outputs: Sequence[torch.Tensor] = ()) -> None:
-        """Record that an operation mixes tokens outside modules that get all of them. A weight's gradient may do so."""
+        """Record that an operation mixes tokens outside modules that get all of them.
+
+        Nothing is recorded if all outputs have shapes of weights: the gradient of a weight is a sum over tokens.
+        """
         if outputs and all(output.shape in self._operations.weight_shapes for output in outputs):
             return
         self._fail(
@@ -242,7 +253,7 @@ class TokenTrace:
         )
 
     def misuse(self, operation: str) -> None:
-        """Record that code depends on the number of tokens."""
+        """Record that code depends on the number of tokens. operation: description, with `{}` for that number."""
         self._fail(
             f"{self.module_name} {operation.format('the number of tokens')}, and outside sharded layers that is the "
             "number of a rank's tokens, not of all."
@@ -253,7 +264,7 @@ class TokenTrace:
         return tensor.view_as(tensor)
 
     def _full_alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor that represents the tokens of all ranks and has no mark."""
+        """Return an alias without a mark, which represents the tokens of all ranks."""
         mark = self.marks.of(tensor)
         assert mark is not None
         if mark.inner > 1 or (mark.dim != TOKENS and (mark.dim or tensor.dim() != 2)):
@@ -299,7 +310,7 @@ class TokenTrace:
         return before
 
     def _gather(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return a module's arguments with gathered tokens. Code in the module gets the number of all tokens."""
+        """Return a module's arguments with gathered tokens. A number computed from that of tokens is a problem."""
         if (counted := next(counted_in((args, kwargs)), None)) is not None:
             counted.misuse("gives {} to a module that gets all of them")
         width, style = self._division.entries.get(path), self._division.style_of(path)
@@ -330,7 +341,7 @@ class TokenTrace:
         return tree_unflatten(leaves, tree)
 
     def _enter_full(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments of a module that gets all tokens, without marks."""
+        """Begin the `FullRegion` of a module that gets all tokens, and return its arguments without marks."""
         if not self._unit:
             self._fail(f"{path} ({self._kind(path)}) is called outside its block.")
         leaves, tree = tree_flatten((args, kwargs))
