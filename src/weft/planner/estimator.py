@@ -27,13 +27,13 @@ class Estimates:
     """Result of `estimate`: time and memory of each plan.
 
     Attributes:
-        terms: time (s) of one optimizer step by name (TERMS); they sum to `step_s`.
+        terms: time (s) of one optimizer step by name (TERMS); they sum to `step_s`. {} from `estimate_memory`.
         memory: bytes by class (CLASSES) on the rank with the highest memory use; they sum to `total_bytes`.
         usable_bytes: device memory that a run can use.
         tokens: tokens of one step.
         memory_spread: scale of the logarithmic error of the memory estimate.
-        host_bytes: host memory of a rank.
-        host_limit: host memory that a rank may pin.
+        host_bytes: host memory (bytes) of a rank.
+        host_limit: host memory (bytes) that a rank may pin; inf on a CPU or if the device's memory is unknown.
     """
 
     terms: Mapping[str, Array]
@@ -72,7 +72,7 @@ class Estimates:
 
     @property
     def fits_probability(self) -> Array:
-        """Probability that the plan does not run out of memory, 0 to 1."""
+        """Probability, 0 to 1, that the plan does not run out of memory; 0 if `host_bytes` exceeds `host_limit`."""
         return self.chance(self.total_bytes)
 
     def chance(self, total: Array) -> Array:
@@ -82,7 +82,7 @@ class Estimates:
 
 
 def _added(parts: Iterable[Array]) -> Array:
-    """Return the sum of some arrays. For many rows they are added one by one, since stacking them would take longer."""
+    """Return the sum of arrays. Long arrays are added one by one, since stacking them would take longer."""
     first, *others = parts
     if len(first) < _FEW:
         return np.sum([first, *others], axis=0)

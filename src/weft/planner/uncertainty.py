@@ -29,6 +29,7 @@ class ErrorContext:
     """Properties of a run on which the error of its estimate depends.
 
     Attributes:
+        generation: device generation, such as "hopper"; "" for a generation without published runs.
         experts: True if the model has experts.
         narrow: True for fp8 or fp4 matmuls.
         nodes: nodes of the run.
@@ -48,7 +49,7 @@ class ErrorContext:
 
     @property
     def uncertainty_terms(self) -> dict[str, float]:
-        """Properties that increase the error, by name, each from 0 (as in most published runs) upwards."""
+        """Measures of the properties that increase the error, by name. 0 means: as in most published runs."""
         return {
             "experts": float(self.experts),
             "narrow": float(self.narrow),
@@ -58,7 +59,7 @@ class ErrorContext:
 
 
 def error_context(job: Job, cluster: ClusterSpec, precision: str, num_devices: int) -> ErrorContext:
-    """Return the properties of one plan that the error of its estimate depends on."""
+    """Return the properties of one plan that the error of its estimate depends on, without `graphs`."""
     return ErrorContext(
         generation=generation(cluster.device.name),
         experts=job.shape.moe_layers > 0,
@@ -104,7 +105,7 @@ MEMORY_DOUBTS = ("experts", "newer")
 
 @dataclass(frozen=True, slots=True)
 class ErrorModel:
-    """Scale of errors by context: `spread` in the base case, times exp(weight) for each uncertainty term."""
+    """Scale of errors by context: `spread`, times exp(weight * term) for each of the context's uncertainty terms."""
 
     spread: float
     weights: Mapping[str, float]
@@ -117,7 +118,7 @@ class ErrorModel:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Factors on an estimate that contain the measured value in `level` of all cases."""
+    """Error band: in a share `level` of cases, the measured value is between `low` and `high` times the estimate."""
 
     level: float
     low: float
@@ -129,7 +130,8 @@ class Experience:
     """Error statistics from published runs.
 
     Attributes:
-        quantiles: lower and upper quantile by level, in units of the scale.
+        time, memory: scales of the errors of step times and of memory.
+        quantiles: lower and upper quantile of the logarithmic error of step times by level, in units of the scale.
         gross: share of memory estimates with gross errors.
         gross_spread: scale of gross errors.
         runs, sources: numbers of runs and sources behind the time model.

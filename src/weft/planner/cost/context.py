@@ -1,9 +1,9 @@
 """Cost of context parallelism in a layer: exposed communication, blockwise attention, merging of results, buffers.
 
-The model follows `parallel/context/modes.py`. Ring and gather attend to the keys of one rank at a time: causally to
-their own keys, without a mask to the keys of the other c - 1 ranks. Halves that the mask removes are never computed.
-Each block gives an output and a log-sum-exp, which are accumulated in fp32. Ulysses runs one attention over all tokens
-for a part of the heads.
+The model follows `parallel/context/modes.py`. With ring and gather, a rank attends to the keys of one rank at a time:
+with a causal mask to its own keys, and without a mask to the keys of each of the other c - 1 ranks. Keys that are later
+than the queries are skipped. Each block gives an output and a log-sum-exp, which are accumulated in fp32. With Ulysses,
+a rank runs one attention over all tokens for a part of the heads.
 
 Letters: c is the context-parallel size; q and kv are the widths of queries and keys on a rank, both for the `tokens` of
 a microbatch.
@@ -38,13 +38,14 @@ def is_sharded(columns: Columns) -> Mask:
 def blocks_s(
     job: Job, columns: Columns, tables: Tables, width: Array, backward: bool, peak: Array
 ) -> NDArray[np.float64]:
-    """Return the time (s) of one layer's blockwise attention: causal for a rank's own keys, unmasked for others.
+    """Return the time (s) of one layer's blockwise attention: causal for a rank's own keys, unmasked for other ranks'.
 
-    Merging needs the log-sum-exp, which torch returns only from its own FlashAttention 2. On devices newer than Ampere
+    A stack with `eager_pieces` takes the log-sum-exp from torch's own FlashAttention 2. On devices newer than Ampere
     that kernel is slower than the one used for full sequences.
 
     Args:
-        width: width of the queries on a rank, scaled to their FLOPs.
+        width: width of the queries on a rank, scaled so that a pair of query and key needs 4 * width FLOPs in forward.
+        peak: peak FLOP/s of attention.
     """
     c = columns.cp.astype(np.float64)
     tokens = job.seq_len / c
@@ -62,9 +63,9 @@ def traffic_s(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return the exposed time (s) of a layer's context-parallel communication (forward, backward).
 
-    The time includes the slowdown of attention by communication that overlaps with it. Keys and values are sent in half
-    precision, the sums of their gradients in fp32. In a ring, each message overlaps with the attention of one step. The
-    last gradients have no compute to overlap with.
+    Keys and values are sent in half precision, the sums of their gradients in fp32. In a ring, each message overlaps
+    with the attention of one step, and the time includes the slowdown of that attention. The last gradients have no
+    compute to overlap with. With gather and Ulysses, nothing overlaps.
     """
     c, stride = columns.cp.astype(np.float64), columns.stride("cp")
     keys = 2.0 * tokens * kv * 2.0
@@ -85,7 +86,13 @@ def traffic_s(
 
 
 def _under(steps: Array | int, message: Array, compute: Array, tables: Tables) -> Array:
-    """Return the exposed time (s) of messages that each overlap with one step of compute, plus its slowdown."""
+    """Return the exposed time (s) of `steps` messages, plus the slowdown of compute.
+
+    Each message overlaps with one step of compute.
+
+    Args:
+        message, compute: time (s) of one message, and of one step of compute.
+    """
     hidden = np.minimum(message, compute)
     return steps * (message - hidden + (tables.overlap_compute - 1) * hidden)
 
@@ -99,12 +106,12 @@ def _sent_kv(job: Job, c: Array, kv: Array) -> Array:
 
 
 def joined_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Return the memory traffic of context parallelism, without attention itself, (forward, backward).
+    """Return the bytes that kernels of context parallelism move, without attention itself (forward, backward).
 
-    It merges partial outputs (ring, gather) or rearranges heads (Ulysses). Bytes per value of the queries: the first
-    block is copied into the fp32 sum (6). For every other block the sum is scaled (8), and the block is converted to
-    fp32 (6) and added (12). At the end the sum is rounded (6). One fused kernel scales and adds (10). Backward adds the
-    gradients of every block to fp32 sums (10).
+    These kernels merge partial outputs (ring, gather) or rearrange heads (Ulysses). Bytes per value of the queries when
+    outputs are merged: the first block is copied into the fp32 sum (6). For every other block, several kernels scale
+    the sum (8), convert the block to fp32 (6) and add it (12), or one fused kernel does all three (10). At the end the
+    sum is rounded (6). Backward adds the gradients of every block to fp32 sums (10).
     """
     c = columns.cp.astype(np.float64)
     met = _MET * (c - 1)
@@ -118,7 +125,7 @@ def joined_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array)
 
 
 def calls(columns: Columns) -> Array:
-    """Return the number of additional kernel calls in a layer's forward."""
+    """Return the number of kernel calls that context parallelism adds to a layer's forward."""
     more = np.where(is_sharded(columns), _PIECE_CALLS * columns.cp, _EXCHANGE_CALLS)
     return np.where(columns.cp > 1, more, 0.0)
 

@@ -73,10 +73,14 @@ def share_of(job: Job, columns: Columns, tables: Tables | None = None) -> RankSh
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels of one layer: seconds of matmuls and attention, bytes moved by other kernels, and number of calls.
+    """Kernels of one layer: time (s) of matmuls and attention, bytes moved by other kernels, and number of calls.
+
+    Names end in _f for forward and _b for backward.
 
     Attributes:
+        dgrad, wgrad: time (s) of the matmuls for input gradients and for weight gradients.
         last: time (s) of the last matmul, as in `LayerCosts.last_f`.
+        calls: number of kernel calls in forward.
         sums: tensor-parallel communication relative to a decoder layer's.
     """
 
@@ -102,7 +106,7 @@ class Ends:
 
 
 def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kernels:
-    """Return the kernels of a decoder layer, computed by formulas."""
+    """Return the kernels of an average decoder layer, computed by formulas."""
     shape, tokens = job.shape, cut.tokens
     gemm_f, dgrad, wgrad = _products(job, columns, tables, cut)
     m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
@@ -121,9 +125,10 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kerne
 def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
     """Return the kernels of a layer with frozen weights and an adapter.
 
-    Frozen weights have no gradients. The adapter's matmuls and the dequantization of a quantized base are added. The
-    adapter's matmuls are so thin that their time is the time to read and write their operands (x and the output to
-    which they add). A quantized weight is dequantized in forward and again in backward.
+    Frozen weights have no gradients, so `wgrad` is 0. The gradients of the adapter's weights are included in `dgrad`.
+    The adapter's matmuls take the time of their FLOPs, at the rate of the layer's matmuls, plus the time to read and
+    write their operands (x and the output to which they add). A quantized weight is dequantized in forward and again in
+    backward.
     """
     shape = job.shape
     active = (
@@ -163,7 +168,10 @@ def partly_trained(job: Job, made: Kernels) -> Kernels:
 def traced_kernels(
     job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: RankShare
 ) -> tuple[Kernels, Ends]:
-    """Return the kernels of a traced model, from its recorded matmuls, attentions and memory-bound kernels."""
+    """Return the kernels of a traced model's average layer, and the times of the modules before and after the layers.
+
+    They are computed from the recorded matmuls, attentions and memory-bound kernels.
+    """
     gemm_f, dgrad, wgrad = products_s(shape, None, cut, tables)
     attn_f, attn_b = attention_s(shape, None, cut, tables, attention_gain(job, tables), job.segments)
     if (columns.cp > 1).any():
@@ -192,9 +200,12 @@ def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tup
 
 
 def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: Array) -> tuple[Array, Array, Array]:
-    """Return the time (s) of the layer's matmuls at one FLOP/s rate.
+    """Return the time (s) of an average layer's matmuls (forward, input gradients, weight gradients).
 
-    With `half_experts`, matmuls of experts keep the rate of the half-precision format.
+    With `half_experts`, matmuls of experts and of the router have the rate of the half-precision format.
+
+    Args:
+        rate: FLOP/s of all other matmuls.
     """
     tokens, q, kv = cut.tokens, cut.q, cut.kv
     shape, t = job.shape, columns.tp.astype(np.float64)
@@ -231,9 +242,9 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
 
 
 def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Array, Array, Array, Array, float]]:
-    """Return the matmuls that compute queries, keys and values.
+    """Return (m, n, k, batch, number per layer) of the matmuls that compute queries, keys and values.
 
-    There is one matmul, or several with latent vectors (DeepSeek-AI 2024, arXiv 2405.04434).
+    There is one matmul, or three with latent vectors (DeepSeek-AI 2024, arXiv 2405.04434).
     """
     one = np.ones_like(tokens)
     h = shape.hidden * one
@@ -272,8 +283,10 @@ def _packed_s(
 ) -> NDArray[np.float64]:
     """Return the time (s) of one attention call over sequences of packed documents.
 
-    A query attends to its own document, up to `window` keys back. `flops` is the number of FLOPs per key that all
-    queries attend to.
+    A query attends to its own document, up to `window` keys back.
+
+    Args:
+        flops: FLOPs in forward if each query attended to one key.
     """
     found = np.zeros_like(flops)
     for length, share in job.segments:
@@ -335,7 +348,8 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
 class LayerCosts:
     """Time (s) by part, with one entry per distinct sharding. Layer values are averages over the model's layers.
 
-    Names end in _f for forward and _b for backward.
+    Names end in _f for forward and _b for backward. gemm, attn and memory are matmuls, attention, and memory-bound
+    kernels.
 
     Attributes:
         last_f: the part of gemm_f for the matmul that computes the layer's output, in dense layers.
@@ -375,20 +389,20 @@ _OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "prec
 def of_costs(columns: Columns) -> tuple[str, ...]:
     """Return the columns that layer costs depend on.
 
-    If any plan has another axis order, this includes the sizes of other axes: they decide if neighbors share a scale-up
-    domain.
+    If any plan does not have the default axis order, this includes the sizes of further axes: they decide whether
+    neighbors share a scale-up domain.
     """
     return (*_OF_COSTS, "pp", "dp_replicate", "dp_shard") if columns.order.any() else _OF_COSTS
 
 
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """Return one entry per plan in `columns`. Plans with the same sharding of a layer are computed only once."""
+    """Return the layer costs of each plan in `columns`. Plans with the same sharding of a layer are computed once."""
     kinds = RowDeduplicator.of(columns, of_costs(columns))
     return taken(distinct_costs(job, kinds.rows, tables, fabric), kinds.index)
 
 
 def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """Return one entry per plan in `columns`, computed for every plan. Only the columns of `of_costs` are read."""
+    """Return the layer costs of each plan in `columns`, without deduplication. Reads only the columns of `of_costs`."""
     shape, cut = job.shape, share_of(job, columns, tables)
     tokens, q, kv, half, width = cut.tokens, cut.q, cut.kv, cut.half, cut.width
     t = columns.tp.astype(np.float64)
@@ -455,7 +469,7 @@ def _head(
 
 
 def padded_vocab(job: Job, tp: Array) -> Array:
-    """Return the number of rows of the embedding table, padded as the stack does."""
+    """Return the number of rows of the embedding table, padded to a multiple of `vocab_multiple` times tp."""
     unit = job.stack.vocab_multiple * tp
     return np.ceil(job.shape.vocab / unit) * unit
 
@@ -494,12 +508,14 @@ def _tp(
 
 
 def _ep(job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, experts: Array) -> Array:
-    """Return the exposed time (s) to send tokens to their experts and back, in an average layer.
+    """Return the exposed time (s) to send tokens to their experts and back, in an average layer's forward.
 
-    Backward takes as long.
+    Backward takes as long. The stack may overlap a share of the communication with the matmuls of experts. The host
+    waits for the token counts before it launches the kernels of the experts, so these launches are exposed too.
 
-    The host reads the token counts, so that no kernel of the layer is queued earlier: kernel launches are exposed. The
-    communication that the stack overlaps is hidden by expert matmuls.
+    Args:
+        tokens: tokens of a microbatch, times the bytes of an element relative to a half-precision format.
+        experts: time (s) of the matmuls in forward.
     """
     shape, stack, t, e = job.shape, job.stack, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     if not shape.moe_layers:

@@ -1,4 +1,4 @@
-"""Constants of the cost model for one device, and their sources."""
+"""Constants of the cost model for one device, and the times of single kernels and collectives."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class Tables:
         """Return the constants of a device.
 
         Args:
+            tier: one of TIERS.
             profile: constants measured on this machine, by name; they take precedence.
 
         Raises:
@@ -192,13 +193,14 @@ _UNMASKED = 0.3
 def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths: Any = None) -> Array:
     """Return the time (s) of `batch` matmuls of m x k by k x n matrices in 2-byte elements.
 
-    The result is the larger of compute and memory time. It accounts for rounding up to full output tiles and to full
-    waves of tiles over the multiprocessors, and for a lower rate with a small inner width k.
+    The result is the larger of compute and memory time, plus one kernel launch. It accounts for rounding up to full
+    output tiles and to full waves of tiles over the multiprocessors, and for a lower rate with a small inner width k.
 
     Args:
         m, n, k, batch: sizes; numbers or arrays.
-        widths: the two feature widths, whose alignment decides the rate; None uses n and k. Token counts, and averages
-            that are not integers, have no alignment.
+        peak: peak FLOP/s.
+        widths: the two feature widths, whose alignment decides the rate; None uses n and k. Give them if n or k is a
+            number of tokens. A width that is not an integer counts as aligned.
     """
     m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
     best = np.zeros(np.broadcast(m, n, k, batch).shape)
@@ -219,14 +221,14 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths
 
 
 def aligned(n: Any, k: Any) -> Array:
-    """Return the share of a matmul's rate that the alignment of its inner widths allows."""
+    """Return the share of a matmul's rate, 0 to 1, that the alignment of its widths n and k allows."""
     narrow, inner = np.asarray(n), np.asarray(k)
     misaligned = [(width % 8 != 0) & (width % 1 == 0) for width in (narrow, inner)]
     return np.where(misaligned[0], _MISALIGNED, 1.0) * np.where(misaligned[1], _MISALIGNED, 1.0)
 
 
 def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> Array:
-    """Return the time (s) of the batched matmuls of unfused attention."""
+    """Return the time (s) of the two batched matmuls of unfused attention, which move `moved` bytes."""
     rate = peak * tables.gemm_ceiling * tables.core_eff * (1.0 if head_dim % 8 == 0 else _MISALIGNED)
     return np.maximum(flops / rate, bytes_s(tables, moved)) + 2 * tables.launch_s
 
@@ -242,6 +244,7 @@ def flash_s(tables: Tables, flops: Any, seq_len: Any, backward: bool, peak: Any,
     Args:
         flops: FLOPs that are executed, after a causal mask or a window.
         seq_len: maximum number of keys that a query attends to.
+        peak: peak FLOP/s.
         masked: True for a causal mask, which leaves some tiles partial.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
@@ -257,9 +260,14 @@ RING_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Links of a cluster, with the rates that collectives achieve in bytes/s.
+    """Links of a cluster, with the rates (bytes/s) and start-up times (s) that collectives achieve.
 
     Attributes:
+        link_rate, link_alpha_s: links inside a scale-up domain.
+        nic_rate, nic_alpha_s: network adapters.
+        half_bytes: buffer size at which a ring collective reaches half of its rate.
+        domain: devices of a scale-up domain.
+        mesh: True if each device has a separate link to every other device of its domain.
         rack: devices of a rack; 0 if the network is not divided into racks.
         thinner: bandwidth of a rack's adapters divided by the bandwidth of its links to other racks.
     """
@@ -276,10 +284,11 @@ class Fabric:
 
     @classmethod
     def of(cls, tables: Tables, devices_per_node: int, rack_nodes: int = 0, oversubscription: float = 1.0) -> Fabric:
-        """Return the links that the tables describe. A node smaller than a scale-up domain is treated as one domain.
+        """Return the links that the tables describe. A scale-up domain of up to 16 devices is limited to one node.
 
         Args:
             rack_nodes: nodes of a rack; 0 without racks.
+            oversubscription: see `thinner`.
         """
         domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
         return cls(
@@ -295,7 +304,7 @@ class Fabric:
         )
 
     def in_rack(self, n: Any, stride: Any) -> Array:
-        """Return how many ranks of a group of n, `stride` apart, are in one rack."""
+        """Return how many ranks of a group of n, `stride` apart, are in one rack; n without racks."""
         n = np.asarray(n, dtype=np.float64)
         return np.clip(self.rack // np.maximum(1, np.asarray(stride)), 1, n) if self.rack else n
 
@@ -304,12 +313,13 @@ class Fabric:
         return np.clip(self.domain // np.maximum(1, np.asarray(stride)), 1, np.asarray(n)).astype(np.float64)
 
     def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:
-        """Return the time (s) of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
+        """Return the time (s) of an all_reduce, all_gather or reduce_scatter over n ranks that are `stride` apart.
 
         Parallel groups are assumed to communicate at the same time, so that each device has its own share of the
         network.
 
         Args:
+            kind: a key of RING_PASSES.
             size: bytes of the unsharded buffer.
         """
         n = np.asarray(n, dtype=np.float64)
@@ -331,13 +341,13 @@ class Fabric:
         return np.where(n > 1, alpha + moved / np.maximum(rate, 1.0) * ramp, 0.0)
 
     def all_to_all_s(self, size: Any, n: Any, stride: Any, copies: int | None = None) -> Array:
-        """Return the time (s) of an all-to-all over n ranks.
+        """Return the time (s) of an all-to-all over n ranks that are `stride` apart.
 
         Args:
             size: bytes that each rank sends, including its own share.
-            copies: copies of each token, if a node and each rank in it receive at most one of them, as in DeepEP
-                (DeepSeek-AI 2024, arXiv 2412.19437). Copies are distributed inside a node while others arrive. If None,
-                each copy is sent separately.
+            copies: number of experts per token, if a node and each rank in it get a token at most once, as in DeepEP
+                (DeepSeek-AI 2024, arXiv 2412.19437). Transfers inside a node then overlap with those between nodes. If
+                None, a token is sent once for each expert.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
@@ -358,7 +368,7 @@ class Fabric:
         return np.where(n > 1, alpha + travel, 0.0)
 
     def send_s(self, size: Any, stride: Any) -> Array:
-        """Return the time (s) to send `size` bytes to the rank with an index higher by `stride`."""
+        """Return the time (s) to send `size` bytes to the rank whose index is higher by `stride`."""
         near = np.asarray(stride) < self.domain
         leaves = (np.asarray(stride) >= self.rack) if self.rack else False
         rate = np.where(near, self.link_rate, self.nic_rate / np.where(leaves, self.thinner, 1.0))
@@ -366,8 +376,8 @@ class Fabric:
 
 
 def _reached(places: Array, copies: int) -> Array:
-    """Return the expected number of `places` (nodes or ranks) that receive at least one copy of a token.
+    """Return how many of `places` nodes or ranks are expected to receive a token that is sent to `copies` experts.
 
-    Each copy is equally likely to go to any of them.
+    Each expert is equally likely to be at any of them.
     """
     return places * (1 - (1 - 1 / places) ** copies)

@@ -1,4 +1,4 @@
-"""Memory of a rank's model state: parameters, gradients, optimizer states and communication buffers."""
+"""Memory of a rank by class: parameters, gradients, optimizer states, activations, logits, buffers and others."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class WeightBytes:
     loose: NDArray[np.bool_]
 
     def rows(self, index: NDArray[Any] | slice) -> WeightBytes:
-        """Return the bytes for plans, given the index of each plan's kind.
+        """Return one entry per plan, given the index of the entry that applies to each plan.
 
-        A field that is zero for every kind stays a scalar.
+        A field whose entries are all zero becomes one scalar zero.
         """
         nothing: Any = np.zeros((), dtype=np.bool_)
         values: dict[str, NDArray[Any]] = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -186,14 +186,15 @@ def awaits_pass(columns: Columns) -> NDArray[np.bool_]:
 
 
 def _gradient_share(columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
-    """Return the share of its gradients that a rank stores, and a mask of plans in which backward creates more of them.
+    """Return the share of its gradients that a rank stores, and a mask of plans whose backward creates others.
 
     If gradients are communicated once per step, gradients of several microbatches are accumulated first. This holds for
     ZeRO 1 and 2 in Weft's runtime, and for ZeRO 3 that reshards after the step, as in a pipeline. Gradients of a single
     microbatch are communicated bucket by bucket.
 
-    Under ZeRO 2 and in a pipeline, Weft's runtime accumulates them in autograd's tensors and has a separate buffer in
-    addition: for the rank's shard, or without ZeRO for all gradients.
+    Under ZeRO 2, and in a pipeline without ZeRO 3, Weft's runtime accumulates gradients of several microbatches in
+    autograd's tensors. If there are several data-parallel ranks, it has another buffer: for the rank's shard, or
+    without ZeRO for all gradients.
     """
     zero, several = columns.zero, columns.num_micro > 1
     once = (zero < 3) | columns.reduces_once
@@ -208,8 +209,9 @@ def _gradient_share(columns: Columns, size: Array) -> tuple[Array, NDArray[np.bo
 def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array) -> tuple[Array, Array]:
     """Return the bytes of gathered parameters, and of gradients in communication during backward.
 
-    ZeRO 3 stores the current unit and the next one. If it reshards after backward or after the step, it stores all
-    parameters of the rank.
+    ZeRO 3 gathers the current unit and the next one. If it reshards after backward or after the step, it gathers all
+    parameters of the rank. `reshard_within` adds secondary shards. Below ZeRO 3, gradients are in communication during
+    backward only if there is one microbatch per step and several data-parallel ranks.
     """
     stack, zero = job.stack, columns.zero
     shares = shares_in_format(job, columns, shares, layers, stack.gather_bytes)
@@ -239,7 +241,7 @@ _AT_ONCE = 1 << 14
 
 
 class _Rows(NamedTuple):
-    """Plans and their kinds: by activation bytes of a layer, by model state bytes, and by microbatches in flight."""
+    """Plans, and their distinct rows for activation bytes of a layer, model state bytes, and microbatches in flight."""
 
     columns: Columns
     layers: RowDeduplicator
@@ -248,13 +250,15 @@ class _Rows(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """Bytes of the rank at one pipeline position, by kinds of plans.
+    """Bytes of the rank at one pipeline position, with one entry per distinct row of `_Rows`.
 
     Attributes:
         held: model state.
+        logits: logits of a microbatch, and the tensors that the loss computes from them.
+        ends: activations that a microbatch saves outside the layers.
         rank: position in the pipeline.
-        groups: number of Weft's communicators over mesh axes, by the kind of model state.
-        lanes: number of communicators to other stages, by the kind of microbatches in flight.
+        groups: number of Weft's communicators over mesh axes, by distinct model state.
+        lanes: number of communicators to other stages, by distinct microbatches in flight.
     """
 
     held: WeightBytes
@@ -326,7 +330,11 @@ def _of_kind(job: Job, columns: Columns, tables: Tables, device_bytes: int) -> d
 
 
 def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
-    """Return the bytes of the rank with the highest total. If totals are equal, the first rank is used."""
+    """Return the bytes of the rank with the highest total, or of the earliest such rank.
+
+    Args:
+        ranks: bytes of the first, a middle and the last pipeline rank, or of the only rank.
+    """
     if len(ranks) == 1:
         return ranks[0]
     totals: list[Array] = [functools.reduce(np.add, each.values()) for each in ranks]
@@ -339,14 +347,14 @@ def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
 def rank_bytes(
     job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: Place, device_bytes: int
 ) -> dict[str, Array]:
-    """Return the bytes by class of one rank, with one entry per plan, at its peak: during the loss or backward."""
+    """Return the bytes by class of one rank, with one entry per plan, at its peak: in the loss, backward or update."""
     every = RowDeduplicator(columns, slice(None), slice(None))
     rows = _Rows(columns, every, every, every)
     return _at_stage(job, rows, tables, layer, _rank_of(job, rows, place, device_bytes))
 
 
 def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
-    """Return the bytes by class of a rank. `layer` has one entry per kind of layer."""
+    """Return the bytes by class of a rank. `layer` has one entry per distinct row of `rows.layers`."""
     columns, kinds, flights = rows.columns, rows.layers, rows.flights
     held, layer = of.held.rows(rows.states.index), taken(layer, kinds.index)
     one_pass = held.layers * layer.kept * (1 - columns.offload_activations)
@@ -360,7 +368,12 @@ def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Ran
 
 
 class _Pass(NamedTuple):
-    """Bytes of an average layer and the logits in one microbatch, microbatches in flight, gradients computed."""
+    """Bytes of one microbatch: an average layer, the logits, and activations outside the layers (`ends`).
+
+    Attributes:
+        held: number of microbatches in flight.
+        begun: share of the gradients that are computed at the peak.
+    """
 
     layer: LayerBytes
     logits: Array
@@ -414,10 +427,10 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
 def _while_backward(
     job: Job, columns: Columns, held: WeightBytes, passing: _Pass, saved: Array
 ) -> tuple[Array, Array, Array, Any]:
-    """Return saved bytes, bytes of the current layer, and gradients at the peak of backward.
+    """Return the values at the peak of backward: saved bytes, bytes of the current layer, and computed gradients.
 
-    Gradients are returned as their computed share. Gradients in autograd's tensors are also returned in bytes, since
-    they do not exist during the loss.
+    Gradients are returned as a share of all, and in bytes. The bytes are 0 except for gradients in autograd's tensors,
+    which do not exist during the loss.
     """
     layer, loose = passing.layer, held.loose
     if job.adapter is None and not loose.any():

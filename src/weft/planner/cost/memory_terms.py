@@ -49,9 +49,11 @@ def fused_loss_bytes(
     """Return the peak bytes of a chunked loss: gradients of hidden states and of the weight, and logits of one chunk.
 
     Args:
-        width: bytes of a weight and of an activation. A narrow format needs rounded copies in addition to the
+        tokens, vocab: tokens of a microbatch and vocabulary entries on a rank.
+        width: bytes per value of weights and activations. A narrow format needs rounded copies in addition to the
             accumulated values.
         device_bytes: memory of a GPU; 0 for a CPU. It decides the chunk size, as in `LossChunk`.
+        frozen: True if the weight has no gradient.
     """
     sums = np.maximum(_SUMS, width)
     rows = LossChunk.of_device(device_bytes).rows(tokens, vocab, sums)
@@ -76,10 +78,10 @@ class LayerBytes:
     """Activation bytes of an average layer and one microbatch on a rank.
 
     Attributes:
-        whole: all bytes that it saves.
-        kept: bytes that it saves under the plan's recompute policy.
-        beside: buffers during its backward.
-        passing: gradients of its activations during backward, minus the activations that they release.
+        whole: bytes that the layer saves without recomputation.
+        kept: bytes that the layer saves under the plan's recompute policy.
+        beside: buffers during the layer's backward.
+        passing: largest gradients of activations that exist together during the layer's backward.
     """
 
     whole: Array
@@ -89,7 +91,7 @@ class LayerBytes:
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
-    """Return the activation bytes that an average layer saves, without and with the plan's recompute policy."""
+    """Return the activation bytes of an average layer and one microbatch, with one entry per plan."""
     shape, stack = job.shape, job.stack
     fp32 = columns.in_fp32
     width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
@@ -164,7 +166,7 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
 def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:
     """Return the bytes per token of the saved outputs of an average layer's two norms.
 
-    They are saved for the matmuls that read them. `gathered` is the number of ranks over which such an input is
+    They are saved for the matmuls that read them. `gathered` is the number of ranks over which these inputs are
     divided.
     """
     shape = job.shape
@@ -179,7 +181,7 @@ def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered:
 
 
 def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array]:
-    """Return the saved bytes per token of an average layer's feed-forward part: all of them, and one up projection."""
+    """Return the bytes per token that an average layer's feed-forward saves: in total, and for one up projection."""
     shape, stack = job.shape, job.stack
     dense, experts = shape.ffn_widths(t)
     per = np.where(stack.fused | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
@@ -224,11 +226,11 @@ def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class HostShares:
-    """Parameters of the first pipeline rank after ZeRO's sharding, and its layers.
+    """Number of parameters of the first pipeline rank after ZeRO's sharding, and its number of layers.
 
     Attributes:
         own: parameters that the rank's optimizer updates.
-        every: all parameters that it stores.
+        every: all parameters that the rank stores.
         layers: number of layers of the rank.
     """
 
@@ -246,7 +248,10 @@ def is_offloaded(columns: Columns) -> bool:
 
 
 def host_shares(job: Job, columns: Columns, layers: Array) -> HostShares:
-    """Return the number of parameters in host memory if everything is offloaded. `layers`: layers on the rank."""
+    """Return the parameters of the first pipeline rank in host memory if all are offloaded.
+
+    layers: number of layers of that rank.
+    """
     held = rank_shares(job, columns, layers, True, False)
     trained = trained_shares(job, columns, held, layers, (True, False))
     return HostShares(own=divided(columns, trained, 1), every=divided(columns, held, 1), layers=layers)
@@ -257,6 +262,7 @@ def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held
 
     Args:
         kept: activation bytes of one microbatch in an average layer.
+        held: number of microbatches in flight.
     """
     stack, optimizer, params = job.stack, columns.offload_optimizer, columns.offload_params
     states = optimizer * shares.own * (stack.main_bytes + stack.grad_bytes)
@@ -279,7 +285,11 @@ def fullest_of_backward(
     or at the first layer, with all gradients except its own and the embedding's.
 
     Args:
+        layers: number of layers of the rank.
         saved: bytes that all layers save for backward.
+        gradients: bytes of all gradients.
+        ends: bytes of the gradients of embedding and head.
+        tied: True if embedding and head share their weight.
     """
     count = np.maximum(1.0, layers)
     head = ends if tied else ends / 2
@@ -299,7 +309,7 @@ _PLACES = 3
 
 
 def passes_in_flight(columns: Columns) -> NDArray[np.float64]:
-    """Return how many microbatches have activations in memory at the same time, with one entry per plan.
+    """Return the number of microbatches whose activations CUDA graphs keep in memory together; 1 without graphs.
 
     Graphs share their memory, except with zero=2 over several ranks: the next microbatch adds to the gradients of a
     graph, so that each of the _PLACES graphs has separate memory. While the first steps are captured, an eager
@@ -320,7 +330,11 @@ _REPLICATE, _SHARD, _CP, _TP, _PP, _EXPERTS, _BESIDE, _COPIES, _NEIGHBOURS, _END
 
 
 def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
-    """Return the number of a rank's communicators over mesh axes, with one entry per plan."""
+    """Return the number of a rank's communicators over mesh axes, with one entry per plan.
+
+    Args:
+        end: True for a rank with the embedding or the head.
+    """
     t, p = _used(columns.tp, _TP), _used(columns.pp, _PP)
     r, s, c = _used(columns.dp_replicate, _REPLICATE), _used(columns.dp_shard, _SHARD), _used(columns.cp, _CP)
     none = np.zeros_like(t)

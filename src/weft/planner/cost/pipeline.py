@@ -50,8 +50,8 @@ class Timeline:
     Attributes:
         makespan_s: time (s) of the optimizer step, without the update.
         idle_s: idle seconds per rank.
-        in_flight: per rank, the peak number of stage activations of one microbatch.
-        starts_s, ends_s: per rank, in the order of the schedule's list.
+        in_flight: per rank, the peak number of pairs of stage and microbatch whose activations it stores.
+        starts_s, ends_s: per rank, the start and end of each step, in the order of the schedule.
     """
 
     makespan_s: float
@@ -69,10 +69,10 @@ class Timeline:
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Run the schedule on a simulated clock.
 
-    The actions of a pair do not overlap: the forward's output is sent before the backward begins.
+    If a step is a forward and a backward, they do not overlap: the forward's output is sent before the backward begins.
 
     Raises:
-        ValueError: if its ranks wait for each other in a cycle.
+        ValueError: if the schedule's ranks wait for each other in a cycle.
     """
     clock = _Clock(schedule, durations)
     clock.run_all()
@@ -93,7 +93,7 @@ def makespan_s(schedule: Schedule, durations: Durations) -> float:
     """Return the time (s) of an optimizer step without the update, as `simulate` computes it.
 
     Raises:
-        ValueError: if its ranks wait for each other in a cycle.
+        ValueError: if the schedule's ranks wait for each other in a cycle.
     """
     clock = _Clock(schedule, durations)
     clock.run_all()
@@ -124,7 +124,7 @@ class _Clock:
         self._waiting: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
 
     def run_all(self) -> None:
-        """Run all actions of all ranks."""
+        """Run all actions of all ranks. Raises ValueError if ranks wait for each other in a cycle."""
         ready = list(range(len(self._left)))
         while ready:
             rank = ready.pop()
@@ -181,7 +181,7 @@ _HELD = np.array([_KINDS[name] for name in SCHEDULES])
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Layers of a pipeline's first rank, of the middle rank with the most layers, and of the last rank."""
+    """Number of layers of a pipeline's first rank, of the middle rank with the most layers, and of the last rank."""
 
     first: Array
     middle: Array
@@ -189,7 +189,7 @@ class Stages:
 
 
 def chunks_per_rank(columns: Columns) -> Array:
-    """Return the number of model chunks on each rank: virtual stages, or two for V schedules."""
+    """Return the number of model chunks on each rank: `virtual_stages` if interleaved, 2 for V schedules, else 1."""
     chunks = np.where(_looped(columns), columns.virtual_stages, 1 + _V_SHAPED.take(columns.schedule))
     return np.where(columns.pp > 1, chunks, 1).astype(np.float64)
 
@@ -197,13 +197,13 @@ def chunks_per_rank(columns: Columns) -> Array:
 def split_layers(num_layers: int, columns: Columns) -> Stages:
     """Return the number of layers per rank. If they do not divide evenly, the last rank has fewer, then the first.
 
-    These ranks also have the head and the embedding. Most frameworks give them fewer layers for this reason.
+    Most frameworks give these ranks fewer layers, because they also have the head and the embedding.
     """
     return even_layers(num_layers, columns.pp, chunks_per_rank(columns))
 
 
 def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stages:
-    """Return the number of layers per rank, by the number of ranks in a pipeline and of chunks per rank."""
+    """Return the number of layers per rank like `split_layers`, from the numbers of ranks and of chunks per rank."""
     p, v = num_ranks.astype(np.float64), chunks
     full = v * np.ceil(num_layers / (p * v))
     short = p * full - num_layers
@@ -292,7 +292,8 @@ def _looped(columns: Columns) -> NDArray[np.bool_]:
 def in_flight(columns: Columns, rank: Any) -> Array:
     """Return the peak number of microbatches whose activations `rank` of the pipeline stores, over all its chunks.
 
-    A schedule that defers weight gradients keeps their inputs until then: as many on every rank as on the first.
+    It is 1 without a pipeline. A schedule that defers weight gradients keeps their inputs until then, so that every
+    rank stores as many as the first.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     m = columns.num_micro.astype(np.float64)
@@ -319,7 +320,9 @@ def fullest_moment(
 
     Args:
         rank: position in the pipeline; a number, or one for each row of `columns`.
-        one_pass: activation bytes of a microbatch on the rank.
+        one_pass: activation bytes of a microbatch on the rank, for each plan.
+        gradients: bytes of the rank's gradients, for each plan.
+        index: row of `columns` for each plan.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     kind = _HELD.take(columns.schedule)
@@ -343,7 +346,10 @@ def fullest_moment(
 def _fullest(
     p: Array, v: Array, every: Array, ahead: Array, last_begins: Array, one_pass: Array, gradients: Array
 ) -> tuple[Array, Array]:
-    """Return microbatches in flight and share of gradients, for schedules still filling at the first backward."""
+    """Return microbatches in flight and share of gradients at the peak, as `fullest_moment`.
+
+    All forwards must have run before the last chunk's first backward ends.
+    """
     full = np.maximum(1.0, every - ahead)  # the last backward at which the maximum number of microbatches is in flight
     held, begun = np.zeros(len(p)), np.ones(len(p))
     most = np.full(len(p), -np.inf)
@@ -369,6 +375,9 @@ def sends(columns: Columns) -> Array:
 
 
 def hidden_sends(columns: Columns) -> Array:
-    """Return the number of transfers that delay the step if sends overlap with compute: in filling and draining."""
+    """Return the number of transfers that delay the step if sends overlap with compute.
+
+    These are the transfers while the pipeline fills and drains.
+    """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     return np.where(p > 1, 2 * (v * p - 1), 0.0)

@@ -51,7 +51,10 @@ class Heavy(NamedTuple):
 
 
 def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
-    """Return the recomputation time (s) of each policy, for one microbatch of a layer. `costs`: one entry per plan."""
+    """Return the recomputation time (s) of one microbatch of a layer by policy, with one entry per plan.
+
+    costs: costs of the layer, with one entry per plan.
+    """
     summed = _summed_again(columns, costs)
     whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
     again = 0.0 if job.stack.selective_kernels else summed + _experts_again(job, columns, costs)
@@ -77,8 +80,9 @@ def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 def _summed_again(columns: Columns, costs: LayerCosts) -> Array:
     """Return the tensor-parallel communication time (s) of a recomputation that stops before a layer's last matmul.
 
-    The reduction after that matmul is skipped: one of two all-reduces remains, or three of two gathers and two
-    reduce-scatters. The input of a sharded matmul is gathered again even if the matmul's output was saved.
+    The reduction after that matmul is skipped: one of two all-reduces remains, or with sequence parallelism two
+    all-gathers and one of two reduce-scatters. The input of a sharded matmul is gathered again even if the matmul's
+    output was saved.
     """
     return costs.tp_f * np.where(columns.sp, 0.75, 0.5)
 
@@ -159,7 +163,13 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
 
 
 class _Work(NamedTuple):
-    """Matmuls of an average layer per token on a rank: up projection widths of dense layers and experts, and FLOPs."""
+    """Matmuls of an average layer on a rank.
+
+    Attributes:
+        dense, experts: widths of one up projection in dense layers and in experts.
+        total: multiply-adds per token.
+        of_experts: share of the multiply-adds in experts.
+    """
 
     dense: Array
     experts: Array

@@ -27,7 +27,7 @@ class RowDeduplicator:
     Attributes:
         rows: one row of each kind, with only the columns that distinguish kinds.
         first: index of these rows among all rows.
-        index: kind of every row.
+        index: kind of every row. `first` and `index` are full slices if every row counts as its own kind.
     """
 
     rows: Columns
@@ -40,7 +40,8 @@ class RowDeduplicator:
     ) -> RowDeduplicator:
         """Return the kinds of rows that the columns `names` distinguish.
 
-        A computation that reads any other column fails, because the column is missing from `rows`.
+        If there are few rows, each counts as its own kind. A computation that reads any other column fails, because the
+        column is missing from `rows`.
 
         Args:
             beside: additional arrays that distinguish kinds, with one value per row.
@@ -57,7 +58,7 @@ class RowDeduplicator:
         return cls(Columns({name: array[first] for name, array in arrays.items()}), first, index)
 
     def __getitem__(self, part: slice) -> RowDeduplicator:
-        """Return the same kinds for some of the rows. If every row is its own kind, return only these rows."""
+        """Return the same kinds for some of the rows; `self`, for all rows, if every row counts as its own kind."""
         return self if isinstance(self.index, slice) else RowDeduplicator(self.rows, self.first, self.index[part])
 
 

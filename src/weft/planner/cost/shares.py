@@ -53,7 +53,12 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
 def trained_shares(
     job: Job, columns: Columns, shares: Shares, layers: Array, ends: tuple[bool, bool | NDArray[np.bool_]]
 ) -> Shares:
-    """Return the number of trained parameters of a rank: all, an adapter's, or those without lr=0."""
+    """Return the number of trained parameters of a rank: all, an adapter's, or those without lr=0.
+
+    Args:
+        shares: all parameters of the rank.
+        ends: whether the rank has the embedding, and whether it has the head.
+    """
     part = job.trained
     if job.adapter is None:
         if part is None:
@@ -80,20 +85,20 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
 
 
 def zero_groups(columns: Columns, stage: int) -> tuple[Array, Array]:
-    """Return the number of ranks that divide dense parameters, and experts, from a ZeRO stage on: 1 below it."""
+    """Return the numbers of ranks that shard dense parameters and experts; 1 for plans with zero below `stage`."""
     group = (columns.dp_shard * columns.cp).astype(np.float64)
     inside = np.maximum(1.0, group * columns.tp / columns.ep)
     return np.where(columns.zero >= stage, group, 1.0), np.where(columns.zero >= stage, inside, 1.0)
 
 
 def divided(columns: Columns, shares: Shares, stage: int) -> Array:
-    """Return the number of parameters on a rank, divided from a ZeRO stage on."""
+    """Return the number of parameters on a rank, sharded as in `zero_groups`."""
     group, inside = zero_groups(columns, stage)
     return (shares.dense + shares.ends) / group + shares.experts / inside
 
 
 def second_job(job: Job) -> Job | None:
-    """Return a job for the second, frozen model on the same sequences, or None."""
+    """Return a job for the second, frozen model on the same sequences, or None if there is none."""
     if job.frozen is None or job.frozen.shape is None:
         return None
     return replace(job, shape=job.frozen.shape, adapter=None, frozen=None)

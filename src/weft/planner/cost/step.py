@@ -1,4 +1,4 @@
-"""Time by term of a step on separate devices, for many plans in one call."""
+"""Time (s) of an optimizer step by term, for many plans in one call."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ _OF_TERMS = ("recompute", "recompute_share", "activation_budget")
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Time (s) of one microbatch in an average layer and in embedding and head, with one entry per kind of plan.
+    """Time (s) of one microbatch in an average layer and in embedding and head, with one entry per distinct row.
 
     Attributes:
         layer, head, embed: time by term.
         lay, top, bottom: sums over the terms of layer, head and embed.
-        computes: forward without waiting for the host.
-        forward, backward: including waiting for the host.
-        kept: bytes of activations.
+        computes: forward of a layer without waiting for the host.
+        forward, backward: time of a layer, including waiting for the host.
+        kept: bytes of activations that a layer saves under the plan's recompute policy.
     """
 
     costs: LayerCosts
@@ -101,12 +101,12 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """State and communication of a rank, with one entry per kind of plan.
+    """State and communication of a rank, with one entry per distinct row.
 
     Attributes:
-        stages: layers of the ranks.
+        stages: number of layers of the first, a middle and the last pipeline rank.
         own: parameters that the rank's optimizer updates.
-        every: all parameters of a rank, in the format in which they are gathered.
+        every: all parameters, sharded like `own`, in the format in which they are gathered.
         each_sum: time (s) to accumulate a microbatch's gradients.
         optimizer: time (s) of the optimizer step.
         spread: slowdown of the slowest device relative to the average, in standard deviations.
@@ -163,7 +163,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Plans and their kinds: by the time of a layer, and by parameters and communication of a rank."""
+    """Plans, and their distinct rows for the time of a layer, and for parameters and communication of a rank."""
 
     columns: Columns
     layers: RowDeduplicator
@@ -181,7 +181,7 @@ class _Rows:
         return cls(columns, layers, ranks, layer, rank)
 
     def parts(self) -> Iterator[_Rows]:
-        """Yield the plans in chunks. If every plan is its own kind, all are yielded together, because there are few."""
+        """Yield the plans in chunks. If no rows were deduplicated, all are yielded together, because there are few."""
         if isinstance(self.layers.index, slice):
             yield self
             return
@@ -304,7 +304,10 @@ def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, cost
 def _step_terms(
     job: Job, rows: _Rows, cluster: ClusterSpec, tables: Tables, stages: Stages, terms: dict[str, Array]
 ) -> None:
-    """Compute the terms that occur once per step, and the straggler term, which depends on all others, into `terms`."""
+    """Add to `terms` the communication, accumulation, update and offloading of a step.
+
+    The straggler term is added last, because it depends on all others.
+    """
     columns, each, rank, kind = rows.columns, rows.layer, rows.rank, rows.ranks.index
     layers = np.where(columns.pp == 1, stages.middle, stages.first)
     forward, backward = layers * each.forward[rows.layers.index], layers * each.backward[rows.layers.index]

@@ -26,7 +26,9 @@ class RankShare:
     """A rank's share of a microbatch.
 
     Attributes:
+        batch: sequences of the microbatch.
         seq: tokens of each sequence on the rank.
+        t, c: tensor-parallel and context-parallel size.
         between: number of ranks over which activations between tensor-parallel regions are divided.
         fused: True if chains of kernels are compiled.
         q, kv: widths of queries and of keys.
@@ -58,7 +60,11 @@ class RankShare:
 def products_s(
     shape: TracedShape, layer: TracedLayer | None, cut: RankShare, tables: Tables
 ) -> tuple[Array, Array, Array]:
-    """Return the time (s) of a layer's matmuls (forward, input gradient, weight gradient). None: an average layer."""
+    """Return the time (s) of a layer's matmuls (forward, input gradient, weight gradient).
+
+    Args:
+        layer: a layer, or None for an average layer.
+    """
     forward, dgrad, wgrad = (np.zeros_like(cut.batch) for _ in range(3))
     for one, share in _weighted(shape, layer):
         for each in one.matmuls:
@@ -78,6 +84,7 @@ def attention_s(
     """Return the time (s) of fused attention (forward, backward).
 
     Args:
+        layer: a layer, or None for an average layer.
         gain: speed relative to the table's rate.
         pieces: (tokens, share of all tokens) of the documents in a sequence, each of which causal attention treats as a
             separate sequence; empty for full sequences.
@@ -101,7 +108,11 @@ def attention_s(
 
 
 def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: RankShare) -> tuple[Array, Array]:
-    """Return the bytes that memory-bound kernels move (forward, backward)."""
+    """Return the bytes that memory-bound kernels of a layer move (forward, backward).
+
+    Args:
+        layer: a layer, or None for an average layer.
+    """
     found = [np.zeros_like(cut.batch), np.zeros_like(cut.batch)]
     for one, share in _weighted(shape, layer):
         pairs = ((one.moved_forward, one.fused_forward), (one.moved_backward, one.fused_backward))
@@ -112,7 +123,11 @@ def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: RankShare) -
 
 
 def num_calls(shape: TracedShape, fused: NDArray[np.bool_]) -> Array:
-    """Return the number of kernels in the forward of an average layer."""
+    """Return the number of kernels in the forward of an average layer, with one entry per plan.
+
+    Args:
+        fused: True for plans that compile chains of kernels.
+    """
     together: float = shape.mean(lambda layer: layer.fused_kernels)
     alone: float = shape.mean(lambda layer: layer.kernels_forward)
     return np.where(fused, together, alone)
@@ -128,7 +143,10 @@ def tensor_traffic(shape: TracedShape, cut: RankShare) -> Array:
 
 
 def end_s(shape: TracedShape, layer: TracedLayer, cut: RankShare, tables: Tables) -> tuple[Array, Array]:
-    """Return the time (s) of the modules before or after the layers (matmuls and attention, other kernels)."""
+    """Return the time (s) of forward and backward in `layer`: the modules before or after the layers.
+
+    The first value is for matmuls and attention, the second for other kernels.
+    """
     none = np.zeros_like(cut.batch)
     products = sum(products_s(shape, layer, cut, tables), none)
     scores = sum(attention_s(shape, layer, cut, tables, 1.0), none)
@@ -151,12 +169,15 @@ def end_saved_bytes(layer: TracedLayer, cut: RankShare) -> Array:
 
 
 def layer_params(shape: TracedShape, t: Array) -> Array:
-    """Return the number of parameters of an average layer on one rank."""
+    """Return the number of parameters of an average layer on one of `t` tensor-parallel ranks."""
     return shape.mean(lambda layer: layer.params_cut) / t + shape.mean(lambda layer: layer.params_whole)
 
 
 def end_params(layer: TracedLayer, t: Array) -> Array:
-    """Return the number of parameters outside the repeated layers on a tp rank, without embedding and head matrices."""
+    """Return the number of parameters in `layer` on one of `t` tensor-parallel ranks, without embedding and head.
+
+    layer: the modules before or after the repeated layers.
+    """
     return layer.params_cut / t + layer.params_whole
 
 

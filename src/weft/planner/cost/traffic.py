@@ -21,7 +21,7 @@ _HOST_STEP_BYTES = 28.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Compute time (s) of one microbatch on the rank, forward and backward, and its number of layers."""
+    """Compute time (s) of one microbatch on a rank, forward and backward, and the rank's number of layers."""
 
     forward: Array
     backward: Array
@@ -34,13 +34,13 @@ def offload_s(
 ) -> Array:  # fmt: skip
     """Return the time (s) that offloading adds to a step: exposed transfers, and the optimizer step on the host.
 
-    Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
-    waits if its transfer takes longer than its compute, and is slowed down by the transfer otherwise. The devices of a
-    node and the optimizer step on the host share the host's memory bandwidth.
+    Transfers overlap with compute (Ren et al. 2021, arXiv 2101.06840). Activations move to the host during forward and
+    back during backward. A layer waits for the part of a transfer that takes longer than its compute. The other part
+    slows its compute down. The devices of a node and the optimizer step on the host share the host's memory bandwidth.
 
     Args:
-        states: parameters that the rank's optimizer updates, and all parameters of the rank in the format in which they
-            are gathered.
+        states: number of parameters that the rank's optimizer updates, and of all parameters of the rank, as values of
+            the format in which they are gathered.
         kept: activation bytes of one microbatch in an average layer.
     """
     shares = (columns.offload_optimizer, columns.offload_params, columns.offload_activations)
@@ -97,7 +97,8 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
     """Return a rank's communication, with one entry per plan. Only the columns of OF_TRAFFIC are read.
 
     Args:
-        shares: (all parameters as communicated (`shares_in_format`), trained parameters).
+        shares: all parameters as communicated (`shares_in_format`), and trained parameters.
+        layers: layers that are communicated one after the other.
     """
     units = np.maximum(1.0, layers)
     gathers, reduces, short = _traffic(job, columns, fabric, shares, units)
@@ -113,7 +114,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
 
 
 def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
-    """Return the exposed time (s) of gradient and parameter communication, and the slowdown of compute."""
+    """Return the exposed time (s) of a step's data-parallel communication, and the time that it adds to compute."""
     stack, units = job.stack, traffic.units
     sharded, once = columns.zero == 3, columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
@@ -170,7 +171,12 @@ def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Arra
 def _hide(
     travel: Array, compute: Array, units: Array, tables: Tables, hides: bool | NDArray[np.bool_]
 ) -> tuple[Array, Array]:
-    """Return exposed and hidden time (s) if the communication of each unit overlaps with the next unit's compute."""
+    """Return exposed and hidden time (s) if the communication of each unit overlaps with the next unit's compute.
+
+    Args:
+        travel: time (s) of the communication of all units.
+        hides: False if nothing overlaps.
+    """
     slow = travel * tables.overlap_comm
     first = travel / units
     beside = np.minimum((slow - first).clip(0), compute)
@@ -182,7 +188,10 @@ def _hide(
 def _traffic(
     job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], units: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the time (s) to gather parameters once, to reduce gradients once, and the latter in half precision."""
+    """Return the time (s) to gather parameters once, and to reduce gradients once, without and with half precision.
+
+    Gradients are reduced in half precision only within a node.
+    """
     held, trained = shares
     stack = job.stack
     t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
@@ -232,7 +241,8 @@ _NODE_RANKS, _HALF_BYTES = 16, 2.0
 def _stride(columns: Columns, fabric: Fabric) -> Array:
     """Return the distance in ranks between neighbors of a group over dp_shard and cp.
 
-    If another axis is between these two, return the stride of a regular group with as many members per scale-up domain.
+    If a plan does not have the default axis order, return the stride of a regular group with as many members per
+    scale-up domain.
     """
     usual = columns.stride("cp").astype(np.float64)
     if not columns.order.any():

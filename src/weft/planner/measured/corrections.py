@@ -36,7 +36,7 @@ _LEAST_SHARE = 0.02
 
 
 def parts_of(terms: Mapping[str, float]) -> dict[str, float]:
-    """Return the time (s) of a step by part, from its time by term."""
+    """Return the time (s) of a step by part, from its time by term. Parts that take no time are left out."""
     found = {name: sum(terms.get(term, 0.0) for term in inside) for name, inside in PARTS.items()}
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
@@ -44,7 +44,8 @@ def parts_of(terms: Mapping[str, float]) -> dict[str, float]:
 def part_of_kind(kind: str) -> str:
     """Return the part of a step to which a kind of time in a run's profile belongs.
 
-    Communication over joined axes belongs to the part that matches the purpose of the group.
+    Communication over data-parallel axes, alone or joined with others, and over all ranks belongs to "over dp", and
+    communication between stages to "stages". All other kinds are parts themselves.
     """
     if not kind.startswith("over "):
         return kind
@@ -64,7 +65,10 @@ def measured_parts(kinds: Mapping[str, float]) -> dict[str, float]:
 
 
 def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Return the ratio of measured to predicted time for each significant part of one step that has both."""
+    """Return (part, ratio of measured to predicted time) for the parts of one step, with ratios limited to 1/4 to 4.
+
+    Parts without a prediction, parts with less than 2 % of the measured time, and "stages" are left out.
+    """
     whole = sum(measured.values())
     found: list[tuple[str, float]] = []
     for name in PARTS:
@@ -76,7 +80,7 @@ def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tup
 
 
 def part_factors(lessons: Sequence[Lesson]) -> dict[str, float]:
-    """Return the correction factor of each part that was corrected by runs."""
+    """Return the correction factor of each part with ratios from runs: their geometric mean, shrunk towards 1."""
     logs: dict[str, list[float]] = {}
     for lesson in lessons:
         for name, ratio in lesson.ratios:
@@ -85,13 +89,13 @@ def part_factors(lessons: Sequence[Lesson]) -> dict[str, float]:
 
 
 def factors(profile: Profile) -> dict[str, float]:
-    """Return the correction factor of each term."""
+    """Return the correction factor of each term of the parts with ratios from runs."""
     found = part_factors(profile.learned)
     return {term: found[part] for part, inside in PARTS.items() if part in found for term in inside}
 
 
 def lesson_words(profile: Profile) -> str:
-    """Return 'compute x 1.08, over tp x 0.93 (learned from 2 runs)', or "" without corrections."""
+    """Return text such as 'compute x 1.08, over tp x 0.93 (learned from 2 runs)', or "" without corrections."""
     found = part_factors(profile.learned)
     if not found:
         return ""
@@ -104,7 +108,7 @@ def lesson_of(run: Path) -> Lesson:
     """Return the corrections from a finished run.
 
     Raises:
-        ConfigError: for a folder without `measured.json`, or a run without an estimate.
+        ConfigError: for a folder without a valid `measured.json`, or a run without an estimate.
     """
     path = run / RUN_FILE
     try:
@@ -142,7 +146,7 @@ def learn(run: Path, profile: Profile) -> Profile:
     """Return the profile with the corrections from a run.
 
     Raises:
-        ConfigError: for a run on another kind of device, or one without estimate and measured times.
+        ConfigError: for a run on another kind of device, and as in `lesson_of`.
     """
     lesson = lesson_of(run)
     kind = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["device"]

@@ -20,7 +20,7 @@ from weft.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoices:
-    """Measured transports for groups of ranks with one arrangement on hosts. Can be sent to other ranks as JSON.
+    """Measured transports for groups with the same number of hosts and of ranks per host. Can be sent as JSON.
 
     Attributes:
         best: (minimum bytes, transport) by operation, in ascending order of bytes.
@@ -33,14 +33,14 @@ class RouteChoices:
     gains: Sequence[str]
 
     def transport(self, op: str, num_bytes: int, fixed: str) -> str:
-        """Return the transport to use for a call."""
+        """Return the transport to use for a call; `fixed` if the operation has no measured choice."""
         found = fixed
         for least, transport in self.best.get(op, ()):
             found = transport if num_bytes >= least else found
         return found
 
     def seconds(self, op: str, num_bytes: int, transport: str) -> float:
-        """Return the measured time (s) of a call; 0 if it was not measured."""
+        """Return the time (s) of a call by the fitted coefficients; 0 if its transport was not measured."""
         law = self.laws.get(op, {}).get(transport)
         return law[0] + law[1] * math.sqrt(num_bytes) + law[2] * num_bytes if law else 0.0
 
@@ -64,6 +64,8 @@ class LinkSample:
     Attributes:
         hosts: number of hosts of its group.
         ranks: number of ranks of the group on each host.
+        size: bytes of the call.
+        spread: relative spread of the measured times.
     """
 
     op: str
@@ -82,6 +84,7 @@ class LinkProfile:
     Attributes:
         hosts: number of participating hosts.
         ranks: number of participating ranks on each host.
+        made, took_s: time at which the file was created, and duration (s) of the measurements.
     """
 
     machine: Machine
@@ -98,14 +101,17 @@ class LinkProfile:
 
     @property
     def layouts(self) -> tuple[tuple[int, int], ...]:
-        """Return (hosts, ranks per host) of the measured groups."""
+        """(hosts, ranks per host) of the measured groups."""
         return tuple(sorted({(sample.hosts, sample.ranks) for sample in self.samples}))
 
     def route_choices(self, hosts: int, ranks: int, fixed: str, usable: Sequence[str]) -> RouteChoices | None:
-        """Return the transports for an axis over `hosts` hosts with `ranks` ranks on each, or None if unmeasured.
+        """Return the transports for an axis over `hosts` hosts with `ranks` ranks on each.
+
+        Return None if `fixed` was not measured for this axis.
 
         Args:
             fixed: the default transport. Another one must take less than 0.9 of its time.
+            usable: transports to choose from.
         """
         of: defaultdict[tuple[str, str], list[LinkSample]] = defaultdict(list)
         for one in self.samples:
@@ -148,7 +154,7 @@ class LinkProfile:
         """Read a profile.
 
         Raises:
-            ConfigError: if the file is invalid; the message names the file and the first error.
+            ConfigError: if the file is unreadable or invalid; the message names the file and the first error.
         """
         remedy = "Measure the links again with: weft calibrate --hosts"
         return read_file(path, "launch.links", f"links={path}", cls._read, remedy)
@@ -164,7 +170,7 @@ class LinkProfile:
 
 
 def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[int, str, float]]:
-    """Return (minimum bytes, transport, smallest share of the default's time) for each change of the transport.
+    """Return (minimum bytes, transport, smallest share of the default's time) for each range with one transport.
 
     The boundary between two measured sizes is their geometric mean. Far beyond the largest measured size, the default
     transport is used, since no measurement applies.
@@ -185,7 +191,10 @@ def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[in
 
 
 def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the non-negative coefficients of 1, sqrt(bytes) and bytes with the least relative errors (s)."""
+    """Return non-negative coefficients of 1, sqrt(bytes) and bytes that fit times (s).
+
+    The sum of the squared relative errors is minimal.
+    """
     size, wanted = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     rows = np.stack([np.ones_like(size), np.sqrt(size), size], axis=1) / wanted[:, None]
     scale = rows.max(axis=0)

@@ -52,14 +52,14 @@ class Machine:
 
     @property
     def hash(self) -> str:
-        """Return 12 hex characters of a hash of all fields except memory, whose last digits change at every boot."""
+        """12 hex characters of a hash of all fields except memory, whose last digits change at every boot."""
         import hashlib  # slow to load, and most plans need no profile
 
         told = {name: value for name, value in asdict(self).items() if name != "memory_bytes"}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
     def differences(self, other: Machine) -> list[str]:
-        """Return the differences as text, such as 'torch 2.12.0, here 2.13.0'."""
+        """Return the differences except in memory as text, such as 'torch 2.12.0, here 2.13.0'."""
         names = [each.name for each in fields(self) if each.name != "memory_bytes"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [f"{name} {_shown(mine)}, here {_shown(theirs)}" for name, mine, theirs in pairs if mine != theirs]
@@ -70,6 +70,7 @@ class Measurement:
     """One measurement.
 
     Attributes:
+        size: as described for each `op` in docs/how-to/calibrate.md.
         seconds: time of one call on one rank.
         ranks: ranks that made the same call at the same time.
         group: ranks of the collective, 1 for compute.
@@ -90,7 +91,9 @@ class Lesson:
     """Correction from a run: ratio of measured to predicted time, by part of the step.
 
     Attributes:
+        run: absolute path of the run's folder.
         plan, model: plan and model of the run.
+        ratios: (part, ratio) of each significant part.
     """
 
     run: str
@@ -105,6 +108,8 @@ class Profile:
     """All measurements of one machine.
 
     Attributes:
+        made, took_s: time at which it was created, and duration (s) of the measurements.
+        learned: corrections from runs.
         path: the file that it was read from, for error messages.
     """
 
@@ -117,16 +122,19 @@ class Profile:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the measured numbers of active ranks."""
+        """Measured numbers of active ranks."""
         return tuple(sorted({sample.ranks for sample in self.samples}))
 
     def ranks_near(self, num_ranks: int) -> int:
-        """Return the smallest measured number of concurrent ranks that is at least `num_ranks`, or the largest."""
+        """Return the smallest number of active ranks, at least `num_ranks`, with measured matmuls, or else the largest.
+
+        Return 1 if no matmul was measured.
+        """
         counts = sorted({sample.ranks for sample in self.samples if sample.op == "linear_f"}) or [1]
         return next((count for count in counts if count >= num_ranks), counts[-1])
 
     def formats(self, num_ranks: int) -> frozenset[str]:
-        """Return the number formats in which matmuls were measured with `num_ranks` active ranks, or with the most."""
+        """Return the number formats in which matmuls were measured with `ranks_near(num_ranks)` active ranks."""
         ranks = self.ranks_near(num_ranks)
         return frozenset(one.dtype for one in self.samples if one.op == "linear_f" and one.ranks == ranks)
 
@@ -155,7 +163,7 @@ class Profile:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file atomically.
+    """Write a file atomically. Create its folder if there is none.
 
     Raises:
         ConfigError: if it cannot be written.
@@ -180,7 +188,7 @@ def load_profile(path: Path | str) -> Profile:
     """Read a profile.
 
     Raises:
-        ConfigError: if the file is invalid; the message names the file and the first error.
+        ConfigError: if the file is unreadable or invalid; the message names the file and the first error.
     """
     remedy = f"Create it again with: weft calibrate --out {path}"
     return read_file(path, "profile", f"profile={path}", lambda table: _read(table, str(path)), remedy)
@@ -216,7 +224,7 @@ def read_file(
     """Read a JSON file of measurements with `read`, which raises KeyError, TypeError or ValueError for wrong contents.
 
     Raises:
-        ConfigError: with the file's `name`, the first error and the remedy, for a file that cannot be read.
+        ConfigError: for an unreadable file or wrong contents, with `name`, the first error and `remedy`.
     """
     try:
         table: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -234,7 +242,7 @@ def expect_keys(table: Mapping[str, Any], kind: str, version: int, known: set[st
     """Check the version of a file, which is its value of `kind`, and its keys.
 
     Raises:
-        ValueError: for another version, or an unknown or missing key.
+        ValueError: for any other version, or an unknown or missing key.
     """
     if table.get(kind) != version:
         raise ValueError(f"{kind}={table.get(kind)}: this Weft reads version {version}")
@@ -246,7 +254,7 @@ def read_row(kind: type[_Row], read: Any) -> _Row:
     """Return an instance of a dataclass from JSON data, with lists converted to tuples.
 
     Raises:
-        ValueError: for an unknown key or a value of the wrong type.
+        ValueError: for an unknown key, a value of the wrong type, or data that is not a dict.
         TypeError: for a missing key.
     """
     names = [each.name for each in fields(cast(Any, kind))]

@@ -54,6 +54,9 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables, num_ranks
 
     Args:
         num_ranks: concurrent ranks, which share the cores of a CPU host.
+
+    Raises:
+        ConfigError: for a profile of a CPU host without matmuls.
     """
     on_host = profile.machine.kind == "cpu"
     dtype, ranks, crowd = "bf16", 1, 1.0
@@ -207,7 +210,7 @@ def local_profile(path: Path | None = None) -> Profile:
     """Read this machine's profile.
 
     Raises:
-        ConfigError: if there is no profile, or it was made for another machine or software.
+        ConfigError: if there is no profile, or it is invalid or was made for another machine or software.
     """
     path = path or default_path()
     if not path.exists():
@@ -222,7 +225,7 @@ def local_profile(path: Path | None = None) -> Profile:
 
 
 def stale(profile: Profile) -> list[str]:
-    """Return the differences between this machine and the profile.
+    """Return the differences between this machine and the profile as text lines; [] if the profile is valid here.
 
     For GPUs, only properties that are available without torch are compared.
     """
@@ -240,7 +243,7 @@ def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
         text: "here", or "4xhere" for a number of ranks.
 
     Raises:
-        ConfigError: for a number of ranks that the machine does not support.
+        ConfigError: for a number of ranks that the machine does not support, or a GPU that is not in the device table.
     """
     match = _HERE.fullmatch(text.strip().lower())
     machine = profile.machine

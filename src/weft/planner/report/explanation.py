@@ -67,7 +67,7 @@ def time_by_rung(terms: Mapping[str, float], tables: Tables, cluster: ClusterSpe
 def band_of(one: Candidate, level: float = TOLD) -> Band | None:
     """Return the error band of a candidate's step time, as factors, or None if no similar run was measured.
 
-    A CPU host also has no band, since its errors have a different distribution.
+    A device of unknown memory size has no band, and neither has a CPU host, whose errors have a different distribution.
     """
     if one.question.cluster.device.memory_bytes == 0 or one.question.cluster.device.is_cpu:
         return None
@@ -142,7 +142,7 @@ def explain(one: Candidate, hour_price: float | None = None) -> str:
 
 
 def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
-    """Return the lines for plan, step time, throughput, utilization, price and energy."""
+    """Return text lines on plan, job, step time, throughput, utilization, price, energy and confidence, and notes."""
     job, cluster = one.question.job, one.question.cluster
     tokens, unit = job.tokens, one.question.unit
     cost = one.cost(hour_price)
@@ -172,7 +172,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
 
 
 def _with_graphs(one: Candidate) -> list[str]:
-    """Return a line on the effect of CUDA graphs, if kernels wait for the host.
+    """Return a line on the effect of CUDA graphs if kernels wait for the host and graphs make the step faster, else [].
 
     The search does not try graphs, because no measurement on a GPU has shown a gain yet.
     """
@@ -232,7 +232,7 @@ def memory_bars(one: Candidate) -> list[str]:
 
 
 def fit_words(probability: float) -> str:
-    """Return 'fits (97 %)', 'may not fit (60 %)' or 'does not fit'."""
+    """Return text such as 'fits (97%)', 'may not fit (60%)' or 'does not fit'."""
     percent = f"{min(probability, 0.999):.0%}" if probability < 0.995 else "> 99%"
     if probability >= 0.9:
         return f"fits ({percent})"
@@ -263,7 +263,7 @@ class Explained(Candidate):
 
     @classmethod
     def of(cls, one: Candidate) -> Explained:
-        """Return the same candidate with `explain`."""
+        """Return the same candidate as an `Explained`."""
         return cls(**{each.name: getattr(one, each.name) for each in fields(one)})
 
     def explain(self, hour_price: float | None = None) -> str:

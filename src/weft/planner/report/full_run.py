@@ -69,9 +69,11 @@ class FullRun:
         seconds: total duration.
         goodput: share of the time spent on steps that are not lost to failures.
         failure_s: average time (s) between failures of any device.
-        write_s: time (s) to write one checkpoint to storage.
+        save_s, stall_s: as in `RunTerms`, with None replaced.
+        write_s: time (s) to write one checkpoint to storage, or None without `store_rate`.
         dollars, kwh: None if price or power are unknown.
         loss: None if the scaling law does not apply.
+        band: error band of the step time, or None.
     """
 
     terms: RunTerms
@@ -153,8 +155,8 @@ def full_run(one: Candidate, terms: RunTerms) -> FullRun:
     """Compute duration, cost and loss of a run with one plan.
 
     Raises:
-        ConfigError: if the settings do not define the run's end, a loss cannot be reached, or checkpoints are requested
-            faster than the storage allows.
+        ConfigError: if the settings do not define the run's end, a budget is given without a known price, the loss
+            cannot be reached, failures are too frequent, or checkpoints are requested faster than the storage allows.
     """
     question = one.question
     failure_s = terms.device_hours * 3600 / question.cluster.num_devices
@@ -251,7 +253,7 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
     """Parse the settings of a run, such as "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=france".
 
     Raises:
-        ConfigError: for an unknown name or an invalid value.
+        ConfigError: for an unknown name or an invalid value, or unless one of tokens, loss and budget is set.
     """
     found, ends = RunTerms(price=price), 0
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -278,7 +280,13 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
 def full_runs(
     model: Any, clusters: str, text: str, price: float | None = None, **options: Any
 ) -> list[tuple[Answer[Candidate], FullRun | None]]:
-    """Compute a full run on each of several clusters, cheapest first. The run is None if no plan fits."""
+    """Compute a full run on each of the comma-separated clusters, most tokens per dollar first.
+
+    The run is None if no plan fits.
+
+    Raises:
+        ConfigError: for invalid input, and as in `full_run`.
+    """
     terms = read_run(text, price)
     if not clusters.strip(" ,"):
         raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")

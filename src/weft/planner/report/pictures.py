@@ -27,7 +27,7 @@ INK, FAINT = "#222222", "#bbbbbb"
 
 
 class Rect(NamedTuple):
-    """Filled rectangle. title: its tooltip. label: a text in its middle."""
+    """Filled rectangle with a tooltip (`title`) and a text in its middle (`label`)."""
 
     x: float
     y: float
@@ -47,7 +47,7 @@ class Polyline(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """Filled circle."""
+    """Filled circle with a tooltip (`title`)."""
 
     x: float
     y: float
@@ -57,7 +57,7 @@ class Dot(NamedTuple):
 
 
 class Text(NamedTuple):
-    """One line of text. anchor: which part of the text is at x: "start", "middle" or "end"."""
+    """One line of text. `anchor` is the part of the text that is at `x`: "start", "middle" or "end"."""
 
     x: float
     y: float
@@ -264,7 +264,7 @@ class Bar(NamedTuple):
 
 
 def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> Drawing:
-    """Draw the schedule to scale."""
+    """Draw the schedule to scale. Without `durations`, all actions take equal times, and there is no time axis."""
     one = 1.0 / schedule.virtual_stages
     timeline = simulate(schedule, durations or Durations(one, one, one))
     rows = [
@@ -309,7 +309,10 @@ def draw_bars(
     """Draw rows of bars on one scale of seconds.
 
     Args:
+        rows: (name, bars) from top to bottom.
+        title: text above the rows.
         legend: (label, color).
+        has_axis: True to draw a time axis.
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
     width = _TIMELINE_WIDTH - _TIMELINE_LEFT - 10

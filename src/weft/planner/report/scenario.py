@@ -80,6 +80,7 @@ class Lever:
     """A condition that can be changed: its unit, its current value, and a function that sets it.
 
     Attributes:
+        whole: True if values are whole numbers.
         parse: parser of a value with a unit, such as "300GB/s".
         example: an example value.
     """
@@ -95,7 +96,7 @@ class Lever:
 def _of_device(
     unit: str, field: str, scale: float, parse: Callable[[str], float], example: str, whole: bool = False
 ) -> Lever:  # fmt: skip
-    """Return the lever that changes a field of the device. `scale`: number of base units in one `unit`."""
+    """Return the lever that changes a field of the device. One `unit` has `scale` base units."""
 
     def set_value(question: Question, value: float) -> Question:
         number = value * scale
@@ -225,7 +226,7 @@ def what_if(text: str, question: Question) -> Scenario:
     """Apply a change to the query, and answer it.
 
     Raises:
-        ConfigError: if the change cannot be read.
+        ConfigError: as in `change`, or for a format that the device or a traced model does not support.
     """
     words = [word.strip() for word in text.split(",")]
     narrow = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "precision"]
@@ -236,9 +237,10 @@ def what_if(text: str, question: Question) -> Scenario:
 
 
 def _in_format(found: Answer[Candidate], narrow: str) -> Answer[Candidate]:
-    """Return the best plans with matmuls in fp8 or fp4, which no search chooses.
+    """Return the answer with matmuls in fp8 or fp4, which no search chooses.
 
-    They are the best half-precision plans with only the format of matmuls changed.
+    Its plans are the best half-precision plans with only the format of matmuls changed. Without half-precision plans,
+    the answer is not changed. Raises ConfigError if the device or a traced model does not support the format.
     """
     question = found.question
     has = [name for name in _NARROW if question.cluster.device.peak_flops(name)]
@@ -272,12 +274,12 @@ class Fit:
 
     @property
     def smallest(self) -> Candidate | None:
-        """Best plan that fits, or else the plan with the least memory."""
+        """Best plan that fits, or else the plan with the least memory, or None."""
         return self.answer.best or self.answer.nearest
 
 
 def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
-    """Return the best plan of each tuning method that the model supports, on each cluster.
+    """Return the best plans of each tuning method that the model supports, on each of the comma-separated clusters.
 
     Raises:
         ConfigError: as in `tuned_question`.

@@ -30,7 +30,7 @@ def question_table(question: Question) -> dict[str, Any]:
 
 
 def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str, Any]:
-    """Return one plan with its values: seconds, bytes, dollars and kWh of one step."""
+    """Return a table of one plan and its values: seconds, bytes, dollars and kWh of one step."""
     cost = one.cost(hour_price)
     shares = time_by_rung(one.terms, one.question.tables, one.question.cluster)
     missing = unmeasured(context(one), one.question.cluster.device.name)
@@ -93,7 +93,7 @@ def why_not_table(found: WhyNot) -> dict[str, Any]:
 
 
 def comparison_table(found: Comparison) -> dict[str, Any]:
-    """Return two plans and their differences."""
+    """Return a table of two plans and their differences."""
     return {
         "a": candidate_table(found.left),
         "b": candidate_table(found.right),

@@ -1,4 +1,4 @@
-"""Changes that make plans fit, nearest queries that have an answer, and verdicts on a user's plan.
+"""Changes that make plans fit, similar queries for which a plan fits, and verdicts on a user's plan.
 
 Memory estimates of the suggested changes are closed forms. They are accurate to about a fifth for supported families,
 which is enough to rank suggestions.
@@ -57,6 +57,8 @@ class MemoryRemedy:
     """A change of a plan that saves memory.
 
     Attributes:
+        plan: the changed plan.
+        change: the changed fields, as plan text.
         saved_bytes: approximate bytes saved on each rank.
         enough: True if the change alone saves all of the missing bytes.
     """
@@ -89,10 +91,11 @@ def remedies(
     shape: DecoderSpec | None = None,
     can_offload: bool = True,
 ) -> list[MemoryRemedy]:
-    """Return the three smallest changes of a plan that save `missing_bytes`, least disruptive first.
+    """Return up to three changes of a plan that save memory.
 
-    Changes that save enough are listed before others, in this order: number of microbatches, sharding, recompute,
-    number formats, offloading, more devices. Changes that a rule rejects are excluded.
+    Changes that save `missing_bytes` come first, the least disruptive first: number of microbatches, sharding,
+    recompute, number formats, offloading, more devices. Other changes follow, the largest saving first. Changes that a
+    rule rejects are excluded.
 
     Args:
         plan: the plan.
@@ -120,7 +123,10 @@ def remedies(
 
 
 def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) -> list[dict[str, object]]:
-    """Return changes, least disruptive first. Each is the smallest of its kind that suffices, or the largest."""
+    """Return changes of fields, least disruptive first.
+
+    The number of microbatches is multiplied by the smallest factor that suffices, or else by the largest.
+    """
     ranks = plan.dp_size
     changes: list[dict[str, object]] = []
     field, passes = ("microbatches", plan.microbatches) if plan.pp > 1 else ("accumulation", plan.accumulation)
@@ -191,9 +197,10 @@ _MOST_DEVICES = 4096
 
 
 def nearest_yes(question: Question) -> list[Scenario]:
-    """Return up to five changed queries that have an answer.
+    """Return up to five variants of the query for which a plan fits into memory, one for each kind of change.
 
-    The changes are: fewer fixed fields, an adapter, more devices, a larger device, shorter sequences.
+    The kinds are: fewer fixed fields, an adapter, more devices, a larger device, shorter sequences. If no plan has the
+    fixed fields, only the first kind is tried.
     """
     few = replace(question, most_plans=_FEW_PLANS)
     keeps_rules = not question.fixed or answer(few).num_estimated > 0
@@ -286,7 +293,10 @@ class WhyNot:
     Attributes:
         kind: "rule" (the plan breaks one), "memory" (it does not fit), "slower" (than the best plan) or "best".
         sentence: the first limit that the plan exceeds, with numbers.
+        candidate: the plan with its estimate, or None if it breaks a rule.
         remedies: smallest changes first.
+        best: best plan of the search, or None if none fits.
+        details: further text lines.
     """
 
     kind: str
@@ -319,6 +329,11 @@ def _outcome(one: Candidate, base: float | None) -> str:
 
 def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
     """Return the verdict on a user's plan.
+
+    Args:
+        text: the plan.
+        question: the query.
+        found: answer to the query.
 
     Raises:
         PlanError: if the text is not a plan.
@@ -447,8 +462,8 @@ def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Cand
 def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
     """Return the smallest changes that make a plan fit: with the fewest fields first, then the fastest.
 
-    Changes of single fields are tried first, in small steps. If none suffices, a second change is tried from the
-    changed plans that need the least memory.
+    Single changes are tried first, in small steps. If none suffices, further changes of the plans that need the least
+    memory are tried, up to eight changes in total. Return [] if none suffices.
     """
     beam, seen = [candidate.plan], {candidate.plan}
     for depth in range(_DEPTH):
@@ -485,12 +500,12 @@ class Comparison:
 
     @property
     def time_rows(self) -> list[tuple[str, float, float]]:
-        """Return (term, left, right) times in s, largest difference first, without equal terms."""
+        """(term, left, right) times in s, largest difference first, without nearly equal terms."""
         return differences(self.left.terms, self.right.terms)
 
     @property
     def memory_rows(self) -> list[tuple[str, float, float]]:
-        """Return (class, left, right) in bytes, largest difference first, without equal classes."""
+        """(class, left, right) in bytes, largest difference first, without nearly equal classes."""
         return differences(self.left.memory, self.right.memory)
 
     def lines(self) -> list[str]:

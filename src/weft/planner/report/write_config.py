@@ -22,7 +22,7 @@ _LARGE = 3e10
 
 
 def config_text(one: Candidate) -> str:
-    """Return the config as TOML, with the estimated values as a comment.
+    """Return the config as TOML, with comments on the estimated values and on values that the user must check.
 
     Raises:
         ModelError: for a model that `weft train` cannot build.
@@ -58,9 +58,9 @@ def config_text(one: Candidate) -> str:
 
 
 def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
-    """Adapt settings whose defaults suit only a small model on built-in text.
+    """Set the values in `tables` whose defaults suit only a small model on built-in text.
 
-    Return the values that the user must check.
+    Return notes on values that the user must check.
     """
     model, adapter = one.question.model, one.question.job.adapter
     tables["optimizer"]["lr"] = rate = learning_rate(model.shape.num_params, is_adapter=adapter is not None)

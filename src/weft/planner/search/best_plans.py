@@ -44,7 +44,7 @@ _FASTER = 0.99
 
 
 def answer(question: Question) -> Answer[Candidate]:
-    """Find the best plans of a query in its full search space."""
+    """Find the best plans of a query. A search space of more than `question.limit` plans is narrowed first."""
     start = time.perf_counter()
     tally = Tally(question.facts)
     space, blocks = _space_in_bounds(question, tally)
@@ -103,7 +103,8 @@ def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
     """Return the ranking after the pipelines of the top plan and of the best layouts are simulated.
 
     A closed form may be too optimistic for uneven stages. So if another plan is then on top, it is simulated too, up to
-    a limit.
+    a limit. Simulated plans that do not fit are dropped, and so are plans with a simulated pipeline that are hardly
+    faster than the simulated plan.
     """
     left = MOST_STEPS * (1 + 4 * question.refine_s)
     timed: dict[Plan, Candidate] = {}
@@ -132,7 +133,7 @@ def _pipeline(plan: Plan) -> tuple[object, ...]:
 
 
 def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return the plans, fastest first. If times agree in four digits, plans are ordered by their text."""
+    """Return the plans, fastest first. If times agree in four digits, plans with fewer words come first."""
     times = defaultdict[float, list[Candidate]](list)
     for one in found:
         times[float(f"{one.rank_s:.3e}")].append(one)
@@ -207,7 +208,10 @@ class _Keep:
                 self.kept.append(columns[_promising(columns, memory, seconds, np.arange(start, stop))])
 
     def _refuse(self, columns: Columns, found: Estimates, total: Floats, rows: NDArray[Any]) -> None:
-        """Count plans that do not fit, by their largest class of memory. `total` is the bytes of every plan."""
+        """Count the plans `rows`, which do not fit, by their largest class of memory or as too large for the host.
+
+        Record the plan with the least device memory. `total`: bytes of every plan.
+        """
         if not len(rows):
             return
         too_much = found.host_bytes[rows] > found.host_limit
@@ -239,7 +243,7 @@ class _Keep:
 
     @property
     def nearest(self) -> Candidate | None:
-        """Plan with the least memory among those that do not fit."""
+        """Plan with the least memory among those that do not fit on the device, or None."""
         if self.nearest_row is None:
             return None
         timed = estimate(self.question.job, self.question.cluster, self.nearest_row, self.tables)

@@ -65,7 +65,10 @@ class Cost:
 
 
 def step_cost(cluster: ClusterSpec, step_s: float, busy: float, hour_price: float | None = None) -> Cost:
-    """Return price and energy of one step in which devices compute for a share `busy` of the time."""
+    """Return price and energy of one step in which devices compute for a share `busy` of the time.
+
+    hour_price: dollars per device hour, or None for the usual price.
+    """
     devices = cluster.num_devices
     price = usual_price(cluster) if hour_price is None else hour_price
     watts = cluster.device.watts
@@ -94,7 +97,8 @@ def _prices() -> dict[str, float]:
 def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, precision: str, *, causal: bool) -> float:
     """Return the model FLOPs utilization: FLOP/s without recompute, as a share of the devices' dense peak.
 
-    The peak depends on the precision. Few fp32 peaks are published, so fp32 is compared with the TF32 peak, as tf32 is.
+    The peak depends on the precision. Few fp32 peaks are published: if there is none, fp32 is compared with the TF32
+    peak. Formats without any peak are compared with the half-precision peak. NaN if the device has no known peak.
     """
     peak = cluster.device.peak_flops(precision)
     if peak is None and precision == "fp32":
@@ -196,7 +200,10 @@ class Candidate:
         return min(1.0, sum(self.terms.get(name, 0.0) for name in _BUSY) / self.step_s)
 
     def cost(self, hour_price: float | None = None) -> Cost:
-        """Return price and energy of one step, for a price in dollars per device hour."""
+        """Return price and energy of one step.
+
+        hour_price: dollars per device hour, or None for the usual price.
+        """
         return step_cost(self.question.cluster, self.step_s, self.busy, hour_price)
 
     @property
@@ -217,11 +224,11 @@ class Answer(Generic[Found]):
         ranked: the best plans.
         pareto: Pareto front, from least memory to least time.
         refused: rejected plans, by reason.
-        num_plans: number of plans in the space.
+        num_plans: number of plans in the space that was searched.
         num_estimated: number of plans that satisfy the rules.
         num_fit: number of plans that also fit into memory.
         left_out: descriptions of values removed from the space.
-        nearest: if no plan fits, the plan closest to fitting.
+        nearest: plan with the least memory among those that do not fit on the device, or None.
         seconds: duration of the search.
     """
 
@@ -256,7 +263,7 @@ class Answer(Generic[Found]):
 
 
 def layouts(ranked: Iterable[One]) -> list[One]:
-    """Return the first plan of each layout in a ranking. Layouts differ in a mesh axis or in the ZeRO stage."""
+    """Return the first plan of each layout in a ranking. Layouts differ in an axis size, ep, or the ZeRO stage."""
     found: dict[tuple[object, ...], One] = {}
     for one in ranked:
         found.setdefault((*one.plan.axis_sizes().values(), one.plan.ep, one.plan.zero), one)
@@ -286,7 +293,7 @@ class Estimated:
 
     @functools.cached_property
     def _sums(self) -> dict[str, NDArray[np.float64]]:
-        """Return sums over all rows. Sums computed for single rows may differ in the last digit."""
+        """Sums over terms and classes, for all rows at once. Sums for single rows may differ in the last digit."""
         names = ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "host_bytes")
         return {name: getattr(self._of[2], name) for name in names}
 

@@ -65,7 +65,7 @@ class PlannedModel:
 
     @property
     def traced(self) -> TracedModel | None:
-        """Trace of the model, or None for a supported family."""
+        """Trace of the model, or None if the model was not traced."""
         return self.shape.traced if isinstance(self.shape, TracedShape) else None
 
     @property
@@ -91,7 +91,7 @@ class PlannedModel:
         """Return the size of an adapter on all linear layers that may have one.
 
         Raises:
-            ModelError: for a quantized base that the runtime does not support.
+            ModelError: for a quantized base if the model's linear layers store transposed weights.
         """
         if self.is_transposed and base != "stored":
             rule = "its layers keep weights as (inputs, outputs), and blocks are of an output's inputs"
@@ -109,7 +109,8 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
             (.toml); a traced model (.json); or a specification.
 
     Raises:
-        ModelError: for an unknown name, or a specification without a shape.
+        ModelError: for an unknown name, an unreadable file, a model that must be traced first, or a specification
+            without a shape.
         ConfigError: for a config that breaks rules.
     """
     if isinstance(source, PlannedModel):
@@ -255,7 +256,8 @@ def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
 def default_seq_len(model: PlannedModel) -> int:
     """Return the default tokens per sequence: the config's value, else the model's maximum, up to 8192.
 
-    For a traced model it is the length of the example, since train.seq_len is a setting of decoders.
+    For a traced model it is the length of the example, if that has sequences, since train.seq_len is a setting of
+    decoders.
     """
     if model.config and model.traced is None:
         return model.config.train.seq_len
@@ -266,9 +268,9 @@ def default_seq_len(model: PlannedModel) -> int:
 def default_batch(model: PlannedModel, seq_len: int, num_devices: int) -> int:
     """Return the default sequences per step: the config's value, else a usual number of tokens for the model's size.
 
-    That is half a million tokens for small models, up to 16 million for the largest, as a power of two of sequences,
-    with at least one for each device of a small cluster. Without sequences, it is eight samples per device, at least
-    256.
+    That is half a million tokens for small models, up to 16 million for the largest. The number of sequences is rounded
+    down to a power of two, but is at least the number of devices if there are up to 64. Without sequences, it is eight
+    samples per device, rounded up to a power of two, and at least 256.
     """
     if model.config:
         return model.config.train.global_batch

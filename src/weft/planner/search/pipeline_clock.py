@@ -135,6 +135,8 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
 def timed_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
     """Return the candidate's schedule with its times, for drawing.
 
+    The schedule has at most `most_microbatches` microbatches, or 2 * pp if that is more.
+
     Raises:
         PlanError: if there is no pipeline.
     """
@@ -151,9 +153,10 @@ def num_steps(one: Candidate) -> int:
 
 
 def clocked(one: Candidate) -> Candidate:
-    """Return the candidate with the simulated bubble of its schedule, and with a better split if one is found.
+    """Return the candidate with the simulated bubble and memory of its schedule, and with a better split if found.
 
-    A candidate without a pipeline, or whose schedule cannot be simulated, is returned unchanged.
+    A candidate without a pipeline, or whose schedule is simulated already or cannot be simulated, is returned
+    unchanged.
     """
     if one.plan.pp == 1 or one.clocked:
         return one

@@ -29,7 +29,10 @@ _NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in 
 
 
 def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Row:
-    """Return the row with a change applied. Fields that need axes that are not in use get their default.
+    """Return the row with a change applied, and with other fields adjusted to it.
+
+    Fields that need axes that are not in use get their default, and so do `virtual_stages`, `reshard` and `order` where
+    they have no effect. With dp_shard above 1 and ep=1, `zero` is at least 1. `cp_mode` "auto" is resolved.
 
     Raises:
         PlanError: for a value that its field does not accept.
@@ -57,7 +60,7 @@ def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Ro
 
 
 def _normal(name: str, value: Any) -> Any:
-    """Return the normalized value of a field. Tuples are not cached, since (1, 2) == (True, 2)."""
+    """Return the normalized value of a field. Tuples are cached by their items' types too: (1, 2) == (True, 2)."""
     if isinstance(value, tuple):
         items = cast(tuple[Any, ...], value)
         return _normal_once(name, items, *map(type, items))

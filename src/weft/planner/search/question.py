@@ -88,6 +88,8 @@ class Question:
         """Return a query from names, as on the command line, with `fixed` as plan text ("tp=8 zero=1").
 
         Args:
+            model: see `read_model`.
+            cluster, profile: see `find_machines`.
             seq_len: tokens of a sequence; None uses the config's or a default.
             global_batch: sequences of a step; None uses the config's or a default.
             fixed: plan fields that the search must not change, as plan text or by name.
@@ -241,10 +243,14 @@ def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
 
 
 def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:
-    """Return the cluster and its profile. A text may be "here", "4xhere" or a profile's file.
+    """Return the cluster and its profile, or None without a profile.
+
+    Args:
+        cluster: "here" or "4xhere" for this machine, a profile's file (.json), or as in `read_cluster`.
+        profile: file of the profile. None reads the default file if the cluster is this machine.
 
     Raises:
-        ConfigError: for a profile of another device than the cluster's.
+        ConfigError: for unreadable input, or a profile of another device than the cluster's.
     """
     path = Path(profile) if profile is not None else None
     if isinstance(cluster, str) and profile_tables.is_this_machine(cluster):
@@ -339,7 +345,9 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
             sets them.
 
     Raises:
-        ConfigError: for another value of `tune`, and as in `Question.of`.
+        ConfigError: for any other value of `tune`, an adapter for a model without linear layers, and as in
+            `Question.of`.
+        ModelError, PlanError: as in `Question.of`.
     """
     planned = read_model(model)
     rank = _rank(tune)

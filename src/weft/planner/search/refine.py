@@ -28,12 +28,16 @@ ROOM = ("recompute", "offload")
 
 
 def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
-    """Yield the legal plans that differ in one change, without duplicates. Fixed fields stay unchanged."""
+    """Yield the legal plans that differ in one change, without duplicates. Fixed fields stay unchanged.
+
+    Args:
+        fine: True for smaller and more changes of numbers.
+    """
     yield from map(Plan.of_normal, near_rows(plan, question, fine=fine))
 
 
 def near_rows(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Row]:
-    """Yield the neighbors of a plan as rows of values."""
+    """Yield the plans of `neighbours` as rows of values."""
     yield from _legal(plan, _changes(plan, question, fine), question)
 
 
@@ -90,7 +94,10 @@ def _changes(plan: Plan, question: Question, fine: bool) -> Iterator[dict[str, A
 
 
 def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
-    """Yield meshes with a prime factor moved from one axis to another. The microbatch size is kept if possible."""
+    """Yield meshes with a prime factor moved from one axis to another, and values of ep.
+
+    The microbatch size is kept if possible.
+    """
     sizes, batch = plan.axis_sizes(), question.job.global_batch
     wanted = max(1, shares.samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
     for source in AXES:
@@ -112,10 +119,11 @@ def _passes(pp: int, count: int) -> dict[str, Any]:
 
 
 def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> list[Candidate]:
-    """Return legal plans with their estimates, in order, with "auto" modes of context parallelism resolved.
+    """Return plans with their estimates, in order, without checking rules. `cp_mode` "auto" is resolved.
 
-    `products` (fp8 or fp4) is the format of all matmuls, with everything else unchanged. Weft has no fp4 matmuls; they
-    are estimated as in Megatron.
+    Args:
+        products: "fp8" or "fp4" to estimate all matmuls in this format, with everything else unchanged. Weft has no fp4
+            matmuls; they are estimated as in Megatron.
     """
     listed = [question.job.settled(plan) for plan in plans]
     if not listed:
@@ -135,7 +143,7 @@ def _estimate(question: Question, columns: Columns) -> Estimates:
 
 
 def changed_words(before: Plan, after: Plan) -> str:
-    """Return the fields of `after` that differ, as plan text: "tp=4 accumulation=8"."""
+    """Return the fields of `after` that differ, as plan text such as "tp=4 accumulation=8"."""
     changed = [
         (name, known) for name, known in PLAN_FIELDS.items()
         if getattr(after, name) != getattr(before, name) and not _is_idle(name, row_of(after))
@@ -180,12 +188,14 @@ class Neighbour:
 
 
 def descend(starts: Sequence[Candidate], question: Question, count: int) -> list[Candidate]:
-    """Return the plans reached from the first `count` starts by repeated best changes, until no change helps.
+    """Return the plans reached from the first `count` starts by repeated best moves, until no move helps.
 
-    A change is a single one, alone or together with a change of recompute or offload, which trade time for memory. For
-    the best plans of some layouts, and for plans that would be best without a memory limit, all combinations of these
-    two are tried in small steps, also with the smallest microbatch, which needs the least memory. The descent continues
-    from the results.
+    A move is one change, alone or together with a change of recompute or offload, which trade time for memory. Each
+    start makes at most _ROUNDS moves.
+
+    For the best plans of some layouts, and for plans that would be best without a memory limit, all combinations of
+    recompute and offload are tried in small steps, also with the smallest microbatch, which needs the least memory. The
+    descent continues from faster plans that are found this way.
     """
     found = _descent(starts[:count], question)
     layouts: dict[tuple[int, int, int], Candidate] = {}
@@ -242,9 +252,11 @@ def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]
 def _with_room(
     centres: Sequence[Candidate], around: Sequence[Sequence[Neighbour]], question: Question, tried: set[Row]
 ) -> list[list[Neighbour]]:
-    """Return, for the fastest plans, neighbors with an additional change of recompute or offload.
+    """Return, for each of `centres`, neighbors with an additional change of recompute or offload.
 
-    They start from the neighbors that would gain most without a memory limit, each used once, in coarse steps.
+    Only the fastest plans have such neighbors; the lists of others are empty. The change is applied, in coarse steps,
+    to the neighbors that would gain most without a memory limit. They are added to `tried`, and neighbors that are in
+    it already are not used again.
     """
     fastest = sorted(centres, key=_rank_s)[:_ROOMY]
     listed: list[list[Row]] = []
@@ -275,7 +287,7 @@ def _without_room(row: Row) -> Row:
 
 
 def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed: int = 0) -> list[Candidate]:
-    """Return the best plans that annealing finds within a time limit (s); empty if none of them fits."""
+    """Return up to 64 of the best plans that annealing finds within a time limit (s); empty if none of them fits."""
     if seconds <= 0 or not starts:
         return []
     draw = random.Random(seed)

@@ -75,9 +75,9 @@ class Job:
 
     @property
     def turned(self) -> list[tuple[float, float, float]]:
-        """Return (rows, columns, count per average layer) of the matrices that Muon orthogonalizes.
+        """(rows, columns, count per average layer) of the matrices that Muon orthogonalizes; [] for other optimizers.
 
-        These are all matrices between embedding and head, except stacked experts. Empty for other optimizers.
+        These are the adapter's matrices, or all matrices between embedding and head except stacked experts.
         """
         if self.optimizer != "muon":
             return []
@@ -93,16 +93,16 @@ class Job:
         return [(*size, often) for sizes, often in parts for size in sizes if often and min(size)]
 
     def with_groups(self, spec: DecoderSpec, groups: Sequence[OptimizerGroup]) -> Job:
-        """Return the job with the decoder's weights frozen whose optimizer group has lr=0."""
+        """Return the job with weights of optimizer groups with lr=0 frozen. A job with an adapter is not changed."""
         return self if self.adapter is not None else replace(self, trained=TrainedPart.of(spec, groups))
 
     def with_half_layers(self, spec: DecoderSpec, words: Sequence[str]) -> Job:
-        """Return the job with the decoder layers in bf16 that `train.bf16_layers` names."""
+        """Return the job with the linear layers in bf16 that `words`, the value of `train.bf16_layers`, names."""
         return replace(self, half=half_share(spec, words))
 
     @property
     def turning_products(self) -> list[tuple[float, float, float, float]]:
-        """Return (m, n, k, count per average layer) of the matmuls with which Muon orthogonalizes its matrices.
+        """(m, n, k, count per average layer) of the matmuls with which Muon orthogonalizes its matrices.
 
         Five iterations (optim/muon.py) have three matmuls each: X X^T, its square, and the square times X.
         """
@@ -122,7 +122,7 @@ class Job:
 
     @property
     def segments(self) -> list[tuple[int, float]]:
-        """Return (tokens, share of all tokens) of segments with separate attention: documents, or full sequences."""
+        """(tokens, share of all tokens) of segments with separate attention: documents, or full sequences."""
         return [(self.seq_len, 1.0)] if self.documents is None else list(self.documents.segments(self.seq_len))
 
     @property
@@ -131,19 +131,20 @@ class Job:
         return self.global_batch * self.texts * self.seq_len
 
     def sequences(self, dp_size: Any, passes: Any) -> Any:
-        """Return the sequences of one microbatch on one of `dp_size` data-parallel ranks, at least one sample's.
+        """Return the number of sequences of one microbatch on one of `dp_size` data-parallel ranks.
 
-        Accepts numbers or numpy arrays.
+        A microbatch has at least one sample. `passes` is the number of microbatches per step. Accepts numbers or numpy
+        arrays.
         """
         return np.maximum(1, samples_per_microbatch(self.global_batch, dp_size, passes)) * self.texts
 
     def settled(self, plan: Plan) -> Plan:
-        """Return the plan with "auto" in `cp_mode` resolved, or with the default if it has no context parallelism."""
+        """Return the plan with `cp_mode` resolved if it is "auto", or with the default `cp_mode` if cp is 1."""
         mode = self.cp_mode_of(plan.cp_mode, plan.cp, plan.tp)
         return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
 
     def cp_mode_of(self, mode: str, cp: int, tp: int) -> str:
-        """Return a plan's resolved mode of context parallelism."""
+        """Return the mode of context parallelism, with "auto" resolved, or the default if `cp` is 1."""
         if cp == 1:
             return PLAN_FIELDS["cp_mode"].default
         shape = self.shape  # "auto" is resolved as in the runtime
@@ -166,9 +167,10 @@ _DEFAULTS: Mapping[str, tuple[str, float]] = MappingProxyType(
 
 
 class Columns:
-    """Plans as numpy arrays with one entry per plan, for each number that encodes a plan field (`PlanField.columns`).
+    """Plans as numpy arrays with one entry per plan.
 
-    Names are codes: indices in SCHEDULES, RECOMPUTES, PRECISIONS, REDUCES, RESHARDS, CP_MODES and ORDERS.
+    There is one array for each number that encodes a plan field (`PlanField.columns`). Values that are names are stored
+    as codes: indices in SCHEDULES, RECOMPUTES, PRECISIONS, REDUCES, RESHARDS, CP_MODES and ORDERS.
 
     Attributes:
         microbatch: sequences of one microbatch on one data-parallel rank.
@@ -228,7 +230,10 @@ class Columns:
 
     @property
     def reduces_once(self) -> NDArray[np.bool_]:
-        """True for plans that with zero=3 gather and reduce only once per step. A pipeline counts as one microbatch."""
+        """True for plans that with zero=3 gather parameters and reduce gradients only once per step.
+
+        These are plans with reshard=after_step, and pipelines with another value than after_forward.
+        """
         lets_go = self.reshard == RESHARDS.index("after_forward")
         return (self.reshard == RESHARDS.index("after_step")) | ((self.pp > 1) & ~lets_go)
 
@@ -287,7 +292,7 @@ class Columns:
         return cls.make(len(passes), **found).with_recompute_share(job.shape.layers)
 
     def with_recompute_share(self, num_layers: int) -> Columns:
-        """Return the columns with `recompute_share` from `recompute_blocks` and the layers of the busiest rank."""
+        """Return the columns with `recompute_share`: `recompute_blocks` divided by the layers of the fullest rank."""
         if not self.recompute_blocks.any():
             return self
         chunks = np.where(self.pp > 1, self.pp * self.virtual_stages, 1)
@@ -297,7 +302,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """Return the rows of several columns in order. Columns with one equal value are not expanded."""
+        """Return the rows of several tables in order. A column with the same broadcast value in all is not expanded."""
         tables = list(parts)
         if len(tables) == 1:
             return tables[0]
@@ -382,7 +387,16 @@ _DILOCO = PLAN_FIELDS["sync"].kind.encode("diloco:1")[0]
 
 
 def wire_bytes(columns: Columns, numel: Array, own_bytes: Array | float, way: Way = "shard") -> Array:
-    """Return the communicated bytes of some gradients."""
+    """Return the communicated bytes of gradients.
+
+    If `compress` is set, it is the format of the reduction over dp_replicate, or of the other one if there are no
+    replicas. Otherwise the format is `reduce`.
+
+    Args:
+        numel: number of gradients.
+        own_bytes: bytes of a gradient that is not encoded.
+        way: reduction to the ranks that shard gradients, or over dp_replicate.
+    """
 
     def of(wire: WireSpec) -> Array:
         return wire.num_bytes(numel, own_bytes)
@@ -409,9 +423,10 @@ def separate_bytes(columns: Columns) -> Array:
 
 
 def outer_bytes(columns: Columns) -> Array:
-    """Return the bytes per master weight of local SGD state: the anchor, and the momentum of the outer step.
+    """Return the bytes per master weight of local SGD state: the anchor, and with DiLoCo the outer step's momentum.
 
-    With fragments, the bytes include the copy of one fragment that is being sent, and its communication buffer.
+    They are 0 without local SGD. With fragments, they include the copy of one fragment that is being sent, and its
+    communication buffer.
     """
     under_way = np.where(columns.sync_fragments > 0, 8.0 / np.maximum(1, columns.sync_fragments), 0.0)
     return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0) + under_way)

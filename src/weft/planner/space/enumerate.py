@@ -1,9 +1,9 @@
 """Search space of plans: values of each field, and every combination of them that the rules allow.
 
 All layers and stages of a plan are treated the same. The space is built in this order: meshes, numbers of microbatches,
-schedules, flags. A rule prunes as soon as the fields that it reads are assigned. Pruned plans are counted as complete
-plans. Flags depend only on which axes are in use, so that a part of the space is a table of meshes times a table of
-flags. Rows are created only when they are read.
+schedules, flags (all other fields). A rule prunes as soon as the fields that it reads are assigned. A partial plan that
+is pruned counts as all full plans that it stands for. The values of flags depend only on which axes are in use. So a
+part of the space is a table of meshes times a table of flags, and full plans are created only when they are read.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Space:
         return None
 
     def of_last_meshes(self) -> Space | None:
-        """Return the part of this space with the splits and schedules of the narrowest space.
+        """Return this space with `splits` "few", and the schedules of the first narrower space with few splits.
 
-        Return None if this space has no other splits.
+        Return None if this space has few splits already.
         """
         narrow: Space | None = self
         while narrow is not None and narrow.splits == "all":
@@ -85,7 +85,7 @@ class Space:
 
 
 def search_facts(job: Job, cluster: ClusterSpec) -> SearchFacts:
-    """Return the context of a job and a cluster that decides which values are worth a search."""
+    """Return the properties of a job and a cluster that decide which values of plan fields are searched."""
     has = (name for name in ("bf16", "fp16") if cluster.device.peak_flops(name) is not None)
     return SearchFacts(layers=job.shape.layers, half_formats=tuple(has), flash=job.stack.flash)
 
@@ -109,7 +109,7 @@ def default_choice(name: str) -> Any:
 
 
 def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the choices that match all fixed values. Otherwise, return the fixed values with defaults."""
+    """Return the choices that match all fixed values, or else one choice of the fixed values and other defaults."""
     kept = tuple(
         one for one in choices
         if all(given.get(member, value) == value for member, value in as_values(name, one).items())
@@ -196,7 +196,7 @@ class Tally:
         self.reader = RuleReader(self.facts)
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
-        """Count plans that a rule rejects."""
+        """Count plans that a rule rejects. The first call for a rule sets its example, from the values of one plan."""
         known = self.refused.get(rule.name)
         if known is None:
             plan = as_plan(values)
@@ -209,7 +209,12 @@ class Tally:
     def prune(
         self, rules: list[Rule], table: PartialPlans, weights: Counts, rest: Mapping[str, Any] | None = None
     ) -> tuple[PartialPlans, Counts, list[Rule]]:
-        """Remove rejected plans. Return the remaining table, its weights, and the rules without a verdict so far."""
+        """Remove and count the plans that a rule rejects. Return the remaining table, its weights, and undecided rules.
+
+        Args:
+            weights: number of full plans that each row stands for.
+            rest: values of fields that are not in the table, for the example of a rejected plan.
+        """
 
         def judged() -> tuple[list[tuple[Rule, Mask]], list[Rule], Mask, PartialPlans]:
             found, still_open = broken(rules, table, self.reader)
@@ -224,7 +229,7 @@ class Tally:
         return left, weights[alive], still_open
 
     def once(self, name: str, of: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-        """Return the result of `make`, cached by `name` and `of`."""
+        """Return the result of `make`, cached by `name` and `of`. Tables in `of` are compared by identity."""
         key = (name, *(id(each) if isinstance(each, PartialPlans) else each for each in of))
         if key not in self.made:
             self.made[key] = of, make()  # the tables are kept, so that their ids are not reused
@@ -241,7 +246,7 @@ class PlanGrid:
 
     @property
     def num_rows(self) -> int:
-        """Number of plans, including those that the remaining rules reject."""
+        """Number of plans, including those that `open_rules` reject."""
         return len(self.meshes) * len(self.flags)
 
     def num_legal(self) -> int:
@@ -255,7 +260,10 @@ class PlanGrid:
         return self.num_rows - refused
 
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
-        """Yield the plans that the rules allow, in chunks."""
+        """Yield the plans that the rules allow, in chunks, and count the others in `tally`.
+
+        A chunk has at most `most_rows` plans, or those of one mesh.
+        """
         left, right = _columns(self.meshes), _columns(self.flags)
         step = max(1, most_rows // len(self.flags))
         for start in range(0, len(self.meshes), step):
@@ -280,7 +288,7 @@ class PlanGrid:
 
 
 def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[PlanGrid]:
-    """Return the parts of a space for a job on all devices of a cluster."""
+    """Return the parts of a space for a job on all devices of a cluster. Count rejected plans in `tally`."""
     meshes = tally.once("meshes", (space.splits,), lambda: _meshes(space, job, cluster))
     flags = {kind: _flags(space, kind, tally) for kind in _KINDS}
     num_piped = math.prod(len(space.choices[name]) for name in _PIPED)
@@ -319,7 +327,7 @@ def _kind_of(meshes: PartialPlans) -> Counts:
 
 
 def _meshes(space: Space, job: Job, cluster: ClusterSpec) -> PartialPlans:
-    """Return every combination of axis sizes whose product is the number of devices."""
+    """Return every combination of axis sizes whose product is the number of devices, with every value of ep."""
     rest = np.array([cluster.num_devices], dtype=np.int64)
     divisors = np.array(common_divisors(cluster.num_devices), dtype=np.int64)
     found: dict[str, Counts] = {}
@@ -405,7 +413,7 @@ def _with_choices(table: PartialPlans, name: str) -> PartialPlans:
 
 
 def _flags(space: Space, used: frozenset[str], tally: Tally) -> PartialPlans:
-    """Return every combination of flags for meshes that use these axes. Spaces differ in the values of few flags."""
+    """Return every combination of flags for meshes that use these axes. Cached, because most spaces have the same."""
     choices = {name: tuple(_choices(space, name, used)) for name in _FLAGS}
 
     def made() -> PartialPlans:

@@ -116,7 +116,10 @@ class RuleReader:
         return self.reads.setdefault(rule.name, set())
 
     def verdicts_by(self, rule: Rule, fields: Sequence[str], *tables: PartialPlans) -> Said:
-        """Return a rule's verdicts for tables with the same assigned fields, by the values of the given fields."""
+        """Return the dict of a rule's verdicts, by the values of the given fields, for the caller to fill.
+
+        Tables with the same assigned fields share it.
+        """
         decided = tuple(tuple(table.codes) for table in tables)
         return self.said.setdefault((rule.name, tuple(fields), *decided), {})
 
@@ -193,9 +196,10 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> Keys:
 def broken(
     rules: Iterable[Rule], table: PartialPlans, reader: RuleReader
 ) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
-    """Return the rows that break each rule, and the rules without a verdict so far.
+    """Return a mask of rows for each rule that some row breaks, and the rules that are still undecided.
 
-    A row is counted only for the first rule that it breaks.
+    Each row is only in the mask of the first rule that it breaks. A rule is undecided if it reads an unassigned field
+    of a row that breaks no earlier rule.
     """
     found: list[tuple[Rule, Mask]] = []
     still_open: list[Rule] = []
@@ -219,7 +223,12 @@ def as_plan(values: Mapping[str, Any]) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Crossed:
-    """Verdicts of a rule on every row of one table combined with every row of another."""
+    """Verdicts of a rule on every row of one table combined with every row of another.
+
+    Attributes:
+        left, right: index of each row's verdicts in `grid`.
+        grid: verdict of each pair of different field values.
+    """
 
     left: Rows
     right: Rows

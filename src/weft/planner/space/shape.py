@@ -89,12 +89,12 @@ class TracedShape(Shape):
 
     @property
     def is_causal_decoder(self) -> bool:
-        """True if it has a vocabulary and causal attention."""
+        """True if the model has a vocabulary and causal attention."""
         attention = self.traced.attention
         return self.vocab > 0 and attention is not None and attention.causal
 
     def mean(self, value: Callable[[TracedLayer], Any]) -> Any:
-        """Return the average of a number over all layers."""
+        """Return the average of `value(layer)` over all layers."""
         return sum(layer.count * value(layer) for layer in self.traced.layers) / self.traced.num_layers
 
     @classmethod
@@ -115,7 +115,7 @@ class TracedShape(Shape):
 
     @staticmethod
     def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-        """Return heads, widths and layers of a traced model for plan rules. Other restrictions are in its limits."""
+        """Return heads, widths and layers of a traced model for plan rules. `traced.limits` has other restrictions."""
         attention = traced.attention
         legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
         return DecoderSpec(

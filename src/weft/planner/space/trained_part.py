@@ -68,20 +68,20 @@ class AdapterSize:
 
     @property
     def params(self) -> float:
-        """Number of parameters in an average layer."""
+        """Number of trained parameters in an average layer."""
         return self.rank * self.width + self.more
 
     def params_of_rank(self, layers: Any, t: Any) -> Any:
-        """Return the number of parameters of `layers` layers on one of `t` tensor-parallel ranks.
+        """Return the number of trained parameters of `layers` layers on one of `t` tensor-parallel ranks.
 
         One of the two matrices is sharded. Accepts numbers or numpy arrays.
         """
         return layers * self.params * (0.5 + 0.5 / t)
 
     def unpacking_bytes(self, t: Any, width: Any) -> Any:
-        """Return the temporary bytes to dequantize the largest weight of a quantized base.
+        """Return the temporary bytes to dequantize the largest weight of a quantized base on one of `t` ranks.
 
-        They hold the weight, and two values of 4 bytes for each weight of a chunk.
+        They hold the weight in values of `width` bytes, and two values of 4 bytes for each weight of a chunk.
         """
         largest = self.largest / t
         return width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
@@ -119,7 +119,15 @@ class AdapterSize:
     def of_widths(
         cls, rank: int, num_layers: int, adapted: Iterable[Widths], base: str = "stored", frozen: Iterable[Widths] = ()
     ) -> AdapterSize:
-        """Return the adapter size from the widths of all linear layers of a model."""
+        """Return the adapter size from the widths of a model's adapted and frozen linear layers.
+
+        Args:
+            rank: rank of the adapter.
+            num_layers: number of repeated layers, over which sizes are averaged.
+            adapted: linear layers with an adapter.
+            base: storage of the frozen linear layers.
+            frozen: linear layers with frozen weights. Ignored unless `base` is quantized.
+        """
         chosen = list(adapted)
         kept = list(frozen) if base in BLOCK_BYTES else []
         return cls(
@@ -202,7 +210,7 @@ class TrainedPart:
     reach: float = 1.0
 
     def of_ends(self, embedding: Any, head: Any) -> Any:
-        """Return the trained share of a rank's embedding and head."""
+        """Return the trained share of the embedding and the head on a rank that has one, both or neither (0)."""
         held = 1.0 * embedding + 1.0 * head
         return (embedding * self.embedding + head * self.head) / (held + (held == 0))
 
@@ -351,7 +359,7 @@ class DocumentMix:
         "900" is a mix with one length.
 
         Raises:
-            ConfigError: for another text, or a length or count that is not above 0.
+            ConfigError: for any other text, or a length or count that is not above 0.
         """
         found: defaultdict[int, float] = defaultdict(float)
         for part in text.split(","):
