@@ -1,1 +1,1 @@
-"""The device mesh, and its collectives by axis, with accounting."""
+"""The device mesh, collectives over its axes, and counts of their bytes and time."""

@@ -60,7 +60,7 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's slice along `dim` of the sum over the ranks.
 
-    Raises CommError if dim is not a multiple of the axis's size.
+    Raises CommError if the size of `dim` is not a multiple of the axis's size.
     """
     size = share(x, axis, dim)
     if (operator := _compiled(axis, "sum_part")) is not None:
@@ -85,7 +85,10 @@ def is_join(operator: Any) -> bool:
 
 
 def share(x: Tensor, axis: Axis, dim: int) -> int:
-    """Return the size of each rank's slice of `dim`. Raises CommError if dim is not a multiple of the axis's size."""
+    """Return the size of each rank's slice of `dim`.
+
+    Raises CommError if the size of `dim` is not a multiple of the axis's size.
+    """
     size, rest = divmod(x.shape[dim], axis.size)
     if rest:
         raise CommError(
@@ -98,8 +101,8 @@ def share(x: Tensor, axis: Axis, dim: int) -> int:
 def prepare_operators(axis: Axis, others: Mapping[str, Operator] | None = None) -> None:
     """Make torch operators for the collectives over this axis, so that compiled graphs can contain them.
 
-    Call it before compiling code that uses the axis. The operators are unregistered when the axis is freed. others:
-    additional operators by name, for `operator_of`.
+    Call it before compiling code that uses the axis. Operators that exist already are kept, and an axis of size 1 gets
+    none. They are unregistered when the axis is freed. others: additional operators by name, for `operator_of`.
     """
     if axis.size > 1 and "add_up" not in axis.operators:
         functions: dict[str, Callable[..., Any]] = {
@@ -132,7 +135,7 @@ class _Library:
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 
     def operators(self) -> dict[str, object]:
-        """Return the operators by name, and the library that owns them, because torch does not keep it alive."""
+        """Create the operators. Return them by name, with this object, because torch does not keep it alive."""
         this: weakref.ref[_Library] = weakref.ref(self)
         library: Any = torch.library  # whose functions have no types
         for name, (schema, function, fake) in self._known.items():
@@ -204,17 +207,17 @@ def gather_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def scatter_sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's slice along `dim` of the sum of the ranks' tensors. x: has the same shape on all ranks.
+    """Return this rank's slice along `dim` of the sum of the ranks' tensors; backward joins the ranks' gradients.
 
-    Raises CommError if dim is not a multiple of the axis's size.
+    x: has the same shape on all ranks. Raises CommError if the size of `dim` is not a multiple of the axis's size.
     """
     return x if axis.size == 1 else _ScatterSum.apply(x, axis, dim % x.dim())
 
 
 def slice_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's slice along `dim` of a tensor that is equal on all ranks.
+    """Return this rank's slice along `dim` of a tensor that is equal on all ranks; backward joins the ranks' gradients.
 
-    x: has the same values on all ranks. Raises CommError if dim is not a multiple of the axis's size.
+    Raises CommError if the size of `dim` is not a multiple of the axis's size.
     """
     return x if axis.size == 1 else _SliceTo.apply(x, axis, dim % x.dim())
 
@@ -224,8 +227,10 @@ def exchange(
 ) -> torch.Tensor:
     """Exchange `send` and `receive` rows with each rank; backward exchanges the gradients in reverse.
 
-    x: (sum of `send`, ...), the rows for each rank in order. send: number of rows for each rank, in order of the axis.
-    most: maximum number of rows that any rank sends to another. If None, the ranks exchange it first.
+    Args:
+        x: (sum of `send`, ...), the rows for each rank in order.
+        send, receive: number of rows to each rank and from each rank, in order of the axis.
+        most: maximum number of rows that any rank sends to another. If None, the ranks exchange it first.
     """
     return x if axis.size == 1 else _Exchange.apply(x, axis, tuple(send), tuple(receive), most)
 
@@ -234,7 +239,8 @@ def exchange_dims(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) ->
     """Return each rank's slice of `split_dim` from all ranks, joined along `join_dim` in order of the axis.
 
     With heads as split_dim and sequence as join_dim, this is the exchange of Ulysses (Jacobs et al. 2023, arXiv
-    2309.14509). x: has the same shape on all ranks.
+    2309.14509). x: has the same shape on all ranks. Raises CommError if the size of `split_dim` is not a multiple of
+    the axis's size.
     """
     return x if axis.size == 1 else _ExchangeDims.apply(x, axis, split_dim % x.dim(), join_dim % x.dim())
 

@@ -40,8 +40,12 @@ _COMBINED = {
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wire: Coder | None = None) -> torch.Tensor:
     """Combine `tensor` over the axis, in place, and return it.
 
-    tensor: contiguous, of any shape, with a dtype that can be reduced. wire: encodes the values for communication, or
-    None to send them unencoded.
+    Raises CommError if the tensor is not contiguous, if `op` does not support its dtype, or if a rank has exited.
+
+    Args:
+        tensor: contiguous, of any shape, with a dtype that can be reduced.
+        op: "sum", "max" or "min".
+        wire: encodes the values for communication, or None to send them unencoded.
     """
     return start_all_reduce(tensor, axis, op, wire=wire).wait()
 
@@ -51,8 +55,8 @@ def start_all_reduce(
 ) -> Pending:
     """Begin `all_reduce`. Do not touch the tensor before `wait()` of the returned object.
 
-    tensor, wire: as in `all_reduce`. parts: the input, if it is stored in parts instead of in `tensor`; the result is
-    written to `tensor`.
+    tensor, op, wire: as in `all_reduce`. parts: the input, if it is stored in parts instead of in `tensor`; the result
+    is written to `tensor`.
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
@@ -107,7 +111,7 @@ def start_all_gather(
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Gather each rank's JSON value, in order of the axis. device: device of the collectives."""
+    """Gather each rank's JSON value, in order of the axis, by collectives on `device`."""
     text = json.dumps(value).encode()
     longest = int(all_reduce(torch.tensor([len(text)], device=device), axis, op="max"))
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
@@ -127,6 +131,7 @@ def reduce_scatter(
             size.
         out: contiguous, of the same dtype, with numel / size elements; None to allocate a new tensor. It may be this
             rank's slice of `flat`; the rest of `flat` is then left unchanged.
+        op: "sum", "max" or "min".
         wire: encodes the values for communication, or None to send them unencoded.
     """
     return start_reduce_scatter(flat, axis, out, op, wire).wait()
@@ -138,7 +143,7 @@ def start_reduce_scatter(
     """Begin `reduce_scatter`. Do not touch `flat` or `out` before `wait()` of the returned object.
 
     flat: as in `reduce_scatter`; the result has its dtype. `Parts` (a flat tensor in several parts) need op="sum" and
-    an `out`. out, wire: as in `reduce_scatter`. Raises CommError if numel is not a multiple of the axis's size, or
+    an `out`. out, op, wire: as in `reduce_scatter`. Raises CommError if numel is not a multiple of the axis's size, or
     `out` does not fit.
     """
     if isinstance(flat, Parts):
@@ -169,10 +174,10 @@ def start_reduce_scatter(
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Copy `tensor` from the axis's rank `source` to all its ranks, in place, and return it.
+    """Copy `tensor` from the rank with index `source` on the axis to all its ranks, in place, and return it.
 
-    tensor: contiguous, of any dtype, with the same shape on all ranks. Raises CommError if `source` is not a rank of
-    the axis.
+    tensor: contiguous, of any dtype, with the same shape on all ranks. Raises CommError if it is not contiguous, or if
+    `source` is not an index on the axis.
     """
     if not 0 <= source < axis.size:
         raise CommError(
@@ -197,7 +202,7 @@ def _decoding(what: torch.Tensor | Parts, wire: Coder | None) -> Coder | None:
 
 
 def _rounded(what: torch.Tensor | Parts, wire: Coder | None) -> torch.Tensor | None:
-    """Return a flat copy in the dtype in which the wire's values are added, or None if `what` has that dtype."""
+    """Return a flat copy in the dtype in which the wire's values are added, or None if no conversion is needed."""
     dtype = None if wire is None else wire.wire.added_in(what.dtype)
     if dtype is None or dtype == what.dtype:
         return None
@@ -230,7 +235,7 @@ def _scatter_rounded(name: str, rounded: torch.Tensor, axis: Axis, out: torch.Te
 
 
 def _flat(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 1-D view of the tensor's memory. It must be contiguous, because it is written in place."""
+    """Return a 1-D view of the tensor's memory. Raises CommError unless it is contiguous."""
     if not tensor.is_contiguous():
         raise CommError(
             f"{name}: {argument} of shape {tuple(tensor.shape)} is not contiguous, and it is written in place. Pass "
@@ -259,7 +264,7 @@ def _check_op(name: str, tensor: torch.Tensor, op: str) -> None:
 
 
 def _check_out(name: str, tensor: torch.Tensor, out: torch.Tensor | None, numel: int, what: str) -> None:
-    """Raise CommError unless `out` has exactly `numel` elements, and the same dtype and device as `tensor`."""
+    """Raise CommError unless `out` is None, or has `numel` elements and the same dtype and device as `tensor`."""
     if out is None:
         return
     if out.numel() != numel or out.dtype != tensor.dtype or out.device != tensor.device:

@@ -3,7 +3,7 @@
 | ranks of the axis | tensors on | transport |
 |---|---|---|
 | all on one host (same boot, process namespace and user; x86-64 Linux) | CPU, gloo | shared memory |
-| on hosts with equal blocks of 2, 4, 8 ... neighbors | CPU, gloo | two levels: within hosts, then between them |
+| on several hosts, with 2, 4, 8 ... neighbors on each | CPU, gloo | two levels: within hosts, then between them |
 | otherwise, or with `route=flat` | CPU, gloo | gloo exchange: gloo moves the bytes, sums are computed here |
 | any | CUDA (nccl), or CPU with another backend than gloo | the backend's collectives |
 | any | CUDA in a gloo group, such as several ranks on one GPU | staged: copied to the host, then as above |
@@ -48,7 +48,13 @@ TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transpor
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Transport on which an axis's ranks agreed. planned_s: predicted time of its calls, if links were measured."""
+    """Transport on which an axis's ranks agreed.
+
+    Attributes:
+        ranks: global ranks of the axis.
+        device: device type of the tensors.
+        planned_s: predicted time (s) of its calls so far, or None if links were not measured.
+    """
 
     ranks: tuple[int, ...]
     device: str
@@ -92,10 +98,11 @@ def sends_short_summands(axis: Axis, device: torch.device) -> bool:
 
 
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
-    """Choose the axis's transport again, or use the one given. All ranks of the axis must call this.
+    """Choose the axis's transport, or use the given one, instead of an earlier choice. All ranks of the axis call this.
 
     device: device type of the tensors, "cpu" or "cuda". transport: name of the transport to use, or None for the best
-    one. Raises CommError if the ranks cannot connect, or cannot use the given transport.
+    one. Raises CommError if the ranks cannot connect, or cannot use the given transport. Raises ConfigError if the file
+    of link measurements is missing or invalid.
     """
     assert axis.group is not None, "an axis of size 1 has no other rank"
     axis.pulse.waiting = _Rendezvous(axis)
@@ -144,7 +151,7 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
 
 
 def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
-    """Return True if all ranks of the axis are on one host. Collective for axes of up to MOST_OF_A_HOST ranks."""
+    """Return True if all ranks of the axis are on one host. Collective; False for more than MOST_OF_A_HOST ranks."""
     if axis.size > MOST_OF_A_HOST:
         return False
     waiting, axis.pulse.waiting = axis.pulse.waiting, _Rendezvous(axis)
@@ -155,9 +162,9 @@ def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
 
 
 def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Link) -> Link:
-    """Return a link that picks the fastest measured transport per call, or `link` if there are no measurements.
+    """Return a link that picks the fastest measured transport per call.
 
-    In that case, the cause is appended to `link.reason`.
+    Without measurements for this axis, return `link`, and append the cause to its `reason`.
     """
     usable = tuple(dict.fromkeys((link.transport, ExchangeLink.transport)))
     ways, why = measured_routes(axis, group, hosts, link.transport, usable)
@@ -176,7 +183,7 @@ def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Li
 def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device: str, transport: str | None) -> Link:
     """Return the link that the hosts of the ranks allow, or the requested one.
 
-    Raises CommError if they do not allow the requested one.
+    Raises CommError if they do not allow the requested one, or route=two_level on several hosts.
     """
     asked = f"{transport} was requested" if transport else ""
     limit_s = timeout_s(backend_of(group, torch.device(device)))

@@ -22,8 +22,8 @@ _WAIT_S = 2.0
 def run_once(text: str, act: Callable[[], None]) -> None:
     """Run `act` on the first rank that calls this with a given text. Later ranks wait until it has finished.
 
-    Every rank runs it if the ranks share no store, the store is unreachable, or the first rank exited before it
-    finished.
+    A rank also runs it if the ranks share no store, the store is unreachable, or the first rank has not finished 2 s
+    after the call.
     """
     store = _shared_store()
     key = f"weft/once/{env.restart_count()}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

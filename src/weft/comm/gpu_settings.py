@@ -1,4 +1,4 @@
-"""Settings of torch, its allocator and NCCL for a GPU rank. Values that the user has set are kept."""
+"""Settings of torch, its allocator and NCCL for a GPU rank, and the CPU cores of a rank. The user's values are kept."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ VARIABLES = (
 
 
 def prepare_gpu() -> None:
-    """Set the variables that libraries read, before this process first uses its GPU.
+    """Set the environment variables VARIABLES, and make matmuls of bf16 and fp16 accumulate in fp32.
 
-    Matmuls of bf16 and fp16 accumulate in fp32, even if a kernel splits the matmul; torch's default allows less.
+    torch's default allows lower precision if a kernel splits a matmul. Call this before the process first uses its GPU.
     """
     for one in VARIABLES:
         if not (one.or_name and env.get(one.or_name)):
@@ -60,10 +60,11 @@ def multiply_as_planned(precision: str, device: torch.device) -> None:
     """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32.
 
     The flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default
-    torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are set,
-    because torch and its compiler raise an error if the two disagree.
+    torch rounds the inputs of convolutions and recurrent layers to TF32. The flags have two generations of names. Both
+    are set, because torch and its compiler raise an error if the two disagree.
 
-    Raises PlanError for precision=tf32 on a device without TF32.
+    Warns if precision=fp32 makes matmuls exact that were rounded to TF32 before. Raises PlanError for precision=tf32 on
+    a device without TF32.
     """
     if precision == "tf32" and (why := _without_tf32(device)):
         raise PlanError(f"precision=tf32: {why}. Use precision=fp32.")
@@ -121,9 +122,10 @@ def _attention() -> dict[str, bool]:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of this rank. kind: "auto" (a GPU if available), "cpu" or "cuda".
+    """Pick the device of this rank. A GPU is prepared by `prepare_gpu` and becomes torch's current device.
 
-    Raises PlanError if the machine has no GPU, or none for this rank.
+    kind: "auto" (a GPU if available), "cpu" or "cuda". Raises PlanError if the machine has no GPU for kind="cuda", or
+    fewer GPUs than ranks.
     """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
@@ -211,7 +213,7 @@ class Topology:
 
 
 def read_cores(text: str) -> Cores:
-    """Parse a core list of the system, such as "0-3,8"."""
+    """Parse a core list of the system, such as "0-3,8". Raises ValueError for other text."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -243,8 +245,16 @@ def choose_cores(
 ) -> CoreChoice:
     """Return the cores of a rank: its share of the cores of its GPU's NUMA node.
 
-    gpus: PCI ids of the GPUs of this machine's ranks, by local rank. apart: True if each rank may have a separate
-    control group, as under srun. A narrower core set was then chosen for it.
+    `cores` is None if there is only one NUMA node, if the cores of this process were limited before, or if the GPU's
+    node is unknown or has no allowed core. If the node has fewer cores than ranks, each rank gets all of them.
+
+    Args:
+        topology: CPU topology of this machine.
+        allowed: cores on which this process may run.
+        gpus: PCI ids of the GPUs of this machine's ranks, by local rank.
+        local_rank: index of the rank on this machine.
+        apart: True if each rank may have a separate control group, as under srun. `allowed` is then compared with the
+            machine's online cores, not with those of the control group.
     """
     nodes, given = topology.nodes(), topology.online() if apart else topology.allowed_cores()
     if len(nodes) < 2:
@@ -290,7 +300,10 @@ def bind(cores: Cores) -> None:
 
 
 def cores_of_rank(num_ranks: int) -> int:
-    """Return how many cores this rank may use: its share of the cores, or all of a set that only this rank has."""
+    """Return how many cores this rank may use: all cores of this process if its parent has more, else an equal share.
+
+    num_ranks: ranks on this machine.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return max(1, (os.cpu_count() or 1) // num_ranks)
     own = os.sched_getaffinity(0)

@@ -36,7 +36,7 @@ class RankStatus:
     """Status of a rank that makes no progress.
 
     Attributes:
-        since: seconds of the epoch.
+        since: start of the time without progress, in seconds since the epoch.
         waits_for: the collective in which the rank waits, or "".
         ranks, late: members of that collective, and the members identified as late.
         phase: the work in progress.
@@ -96,7 +96,8 @@ def hang_event(state: str, found: HangReport) -> dict[str, object]:
 def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
     """Find the ranks that wait for no rank and that `start` waits for, directly or through other ranks.
 
-    The status is None for a rank that recorded none. The result is empty if the ranks wait for each other in a cycle.
+    If `start` waits for no rank, it is the result. The status is None for a rank that recorded none. The result is
+    empty if the ranks wait for each other in a cycle.
     """
     known: dict[int, RankStatus | None] = {start.rank: start}
     found: dict[int, RankStatus | None] = {}
@@ -123,8 +124,9 @@ def report(
 
     Args:
         process_of: returns a sentence on the state of another rank's process, if this machine can determine it.
-        now: seconds of the epoch.
+        now: current time in seconds since the epoch.
         rest: sentences on the end of the wait and the location of the stacks.
+        zero: ZeRO stage of the plan.
     """
     culprits = find_culprits(waiter, ask)
     since = f"since {time.strftime('%H:%M:%S', time.localtime(waiter.since))} ({format_seconds(now - waiter.since)})"
@@ -221,10 +223,13 @@ def process_state(rank: int, pid: int | None) -> str:
 
 
 def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:
-    """Return the oldest collective that a device has not finished, from torch's flight recorder.
+    """Return (description, global ranks) of the oldest collective that a device has not finished.
 
-    Returns ("", ()) if there is no such collective. traces: output of `_dump_nccl_trace_json`. axis_of: torch's group
-    name -> (axis, its global ranks).
+    Return ("", ()) if there is none, or if `traces` is not JSON.
+
+    Args:
+        traces: contents of torch's flight recorder (`_dump_nccl_trace_json`).
+        axis_of: (axis, its global ranks), by torch's name of the process group.
     """
     try:
         entries = json.loads(traces).get("entries", [])
@@ -253,7 +258,16 @@ _TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}al
 
 @dataclass(slots=True)
 class _Standstill:
-    """Period without progress. said: status that this rank recorded. report: report that this rank made."""
+    """Period without progress.
+
+    Attributes:
+        since: its start, in seconds since the epoch.
+        seconds: its duration, without time in which this process was stopped.
+        said: status that this rank recorded, or None.
+        report: report that this rank made, or None.
+        is_teller: True if this rank was chosen to report.
+        dumped: True if this rank has printed its stacks.
+    """
 
     since: float
     seconds: float = 0.0
@@ -266,11 +280,17 @@ class _Standstill:
 class Watch(threading.Thread):
     """Watches one rank until `close`. A later watch of the same process takes over the watched heartbeats.
 
+    It does nothing for a single rank, or if `warn_after_s` is not below `limit_s`.
+
     Args:
+        mesh: the rank's mesh.
+        tell: called with lines for the user.
         warn_after_s: seconds without progress before a warning; None for 20 usual steps, at least 10 s, or a minute if
-            step times are unknown.
+            step times are unknown, and at most half of `limit_s`.
         limit_s: the group's timeout in seconds.
+        limit_name: name of the setting that has the timeout.
         stacks: stream for Python stacks; None for stderr.
+        where_stacks: text that tells the user where the stacks are.
         owns_process: True if faulthandler's timer is free for use. Stacks are then dumped even if the interpreter is
             stuck.
         on_report: on the reporting rank, called with "fired" or "ended" and the report.

@@ -50,7 +50,7 @@ class Heartbeat:
         self._steps.append(seconds)
 
     def usual_s(self) -> float:
-        """Return the usual step time in seconds: the larger of the measured median and the plan. 0 if unknown."""
+        """Return the usual step time (s): the larger of the measured median and `planned_s`; 0 before three steps."""
         steps = list(self._steps)
         if len(steps) < _ENOUGH:
             return 0.0  # the first ones compile and warm up

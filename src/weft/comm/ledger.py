@@ -50,9 +50,10 @@ class Ledger:
         sent_bytes: int = 0,
         off_host_bytes: int = 0,
     ) -> None:
-        """Add one call.
+        """Add one call. If very many stream waits are unread, wait for the oldest and read it.
 
         Args:
+            axis, operation: name of the axis, and of the collective.
             num_bytes: size of the tensor on this rank, in its wire format.
             seconds: time that the host waited, or an object that returns how long the device's stream waited.
             sent_bytes: bytes that this rank sent to others.
@@ -76,7 +77,7 @@ class Ledger:
         return sum(entry.off_host_bytes for entry in self._entries.values())
 
     def entry(self, axis: str, operation: str) -> LedgerEntry:
-        """Return the counts of one operation on one axis. All are zero if it never ran."""
+        """Return the counts of one operation on one axis; all are zero if it never ran. Waits for the device."""
         self._read()
         return self._entries.get((axis, operation), LedgerEntry())
 
@@ -88,13 +89,13 @@ class Ledger:
         return found
 
     def rows(self) -> list[tuple[str, str, LedgerEntry]]:
-        """Return all entries as (axis, operation, sums), largest number of bytes first."""
+        """Return all entries as (axis, operation, sums), largest number of bytes first. Waits for the device."""
         self._read()
         rows = [(axis, operation, entry) for (axis, operation), entry in self._entries.items()]
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))
 
     def table(self) -> str:
-        """Return a table of the traffic, one line for each axis and operation."""
+        """Return a table of the traffic, one line for each axis and operation. Waits for the device."""
         lines = [f"{'axis':<24}{'operation':<16}{'calls':>8}{'bytes':>12}{'sent':>12}{'off host':>12}{'seconds':>10}"]
         for axis, operation, entry in self.rows():
             sizes = "".join(
@@ -110,7 +111,10 @@ class Ledger:
     def seconds_between(
         self, start: tuple[Mapping[str, float], int], end: tuple[Mapping[str, float], int]
     ) -> dict[str, float]:
-        """Return the seconds by axis that computation waited between two marks. Waits for the device."""
+        """Return the seconds by axis that computation waited between two marks. Waits for the device.
+
+        Call it before methods that read waits (`entry`, `rows`, `table`): stream waits that they read are left out.
+        """
         found = {axis: seconds - start[0].get(axis, 0.0) for axis, seconds in end[0].items()}
         for place in range(max(0, start[1] - self._num_read), end[1] - self._num_read):
             axis, _, wait = self._unread[place]

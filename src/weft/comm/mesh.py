@@ -36,7 +36,7 @@ from weft.private_torch import (
 
 
 class Waited(Protocol):
-    """How long a device's stream waited; available only later."""
+    """Wait of a device's stream for a collective. Its duration is available only later."""
 
     def seconds(self) -> float:
         """Return the seconds. Blocks the host until they are available."""
@@ -165,7 +165,8 @@ class Mesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         """Return the axis of that name, or the joined axis of several names.
 
-        Joining creates a process group, so all ranks of the axis must call it.
+        The first call for these names creates a process group, so all ranks of the axis must call it. Raises PlanError
+        for an unknown name, for axes that cannot be joined, and for "ends" on a stage between the first and the last.
         """
         key = self._key((names,) if isinstance(names, str) else names)
         if key not in self._axes:
@@ -280,7 +281,7 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     """Return the process group of these ranks. The first call creates it; later calls return the same one.
 
     A group holds sockets and threads, so a later mesh over the same ranks reuses the existing group. Only the members
-    need to call this.
+    need to call this. If torch.distributed is not initialized, it is initialized for this process alone.
     """
     if not dist.is_initialized():  # a single-process run, whose fully_shard needs a group
         dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] - documented by torch
@@ -304,6 +305,8 @@ def build_mesh(
     link_profile: str = "",
 ) -> Mesh:
     """Return the mesh of `plan` on this rank. Call `join_ranks` first, unless the plan has one rank.
+
+    Also sets whether torch rounds fp32 matmuls on a GPU to TF32, as in `multiply_as_planned`.
 
     Args:
         plan: the sizes of the axes.
@@ -344,8 +347,9 @@ def join_ranks(
 ) -> None:
     """Join the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
-    Does nothing for a single rank. Raises CommError if the ranks cannot connect, or the existing group does not fit.
-    Raises LaunchError if ranks that a program other than `weft train` starts cannot connect.
+    Does nothing for a single rank, unless torchrun started it, or if there is a process group already. Raises CommError
+    if ranks of `weft train` cannot connect, or an existing group does not fit. Raises LaunchError if ranks of another
+    launcher cannot connect.
 
     Args:
         timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout.
@@ -387,8 +391,9 @@ def join_ranks(
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
     """Return the store of this job's ranks. On a single machine it listens on the loopback interface only.
 
-    Rank 0 may host it, so keep it until all ranks have left. Raises CommError if the ranks of `weft train` cannot
-    connect. Raises LaunchError if ranks of another launcher cannot connect.
+    Rank 0 may host it, so keep it until all ranks have left. Also sets RANK, WORLD_SIZE and the other environment
+    variables of torch's rendezvous. Raises CommError if the ranks of `weft train` cannot connect. Raises LaunchError if
+    ranks of another launcher cannot connect.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)

@@ -53,9 +53,7 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 
 @contextmanager
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
-    """Within the block, print once which ranks are missing, if it takes more than a few seconds.
-
-    Does nothing under `weft train`.
+    """Print once which ranks are missing if the block takes more than 5 s. Does nothing under `weft train`.
 
     Args:
         store: the rendezvous store, or None until this rank is connected to it.

@@ -91,8 +91,9 @@ def start_all_to_all(
 def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
     """Send this rank's tensor `by` ranks further around the axis, and return the one received from `by` ranks before.
 
-    Over an axis of size 1, this returns the tensor itself. tensor: has the same shape on all ranks. out: has the
-    tensor's shape; None to allocate a new tensor.
+    If `by` is a multiple of the axis's size, this returns the tensor itself, or `out` with a copy of it.
+
+    tensor: has the same shape on all ranks. out: has the tensor's shape; None to allocate a new tensor.
     """
     return start_shift(tensor, axis, by, out).wait()
 
@@ -158,7 +159,7 @@ class PeerLane(NamedTuple):
 
 
 def join_lanes(axis: Axis, device: torch.device, lanes: Iterable[PeerLane]) -> dict[PeerLane, Axis]:
-    """Return an axis of two ranks, sender and receiver, for each lane.
+    """Return an axis of two ranks, sender and receiver, for each lane; {} if the axis has one rank.
 
     A lane has a separate process group unless the backend is gloo. Only its two ranks create the group, independent of
     the size of the axis. Collective: both ranks of a lane must call it. lanes: the lanes that begin or end on this
@@ -246,7 +247,10 @@ class Message:
 
 
 def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
-    """Begin to send a contiguous tensor. Do not change it before `wait()`."""
+    """Begin to send a contiguous tensor to the rank with index `to`. Do not change it before `wait()`.
+
+    Raises CommError if the tensor is not contiguous, or `to` is not the index of another rank on the axis.
+    """
     start = time.perf_counter()
     _check_peer("send", axis, to, tensor)
     tensor = tensor.detach()
@@ -256,7 +260,10 @@ def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
 
 
 def start_receive(out: torch.Tensor, axis: Axis, source: int) -> Message:
-    """Begin to receive into a contiguous tensor."""
+    """Begin to receive into a contiguous tensor from the rank with index `source`.
+
+    Raises CommError if the tensor is not contiguous, or `source` is not the index of another rank on the axis.
+    """
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
     staged = torch.empty_like(out, device="cpu") if _needs_host(axis, out) else None

@@ -85,7 +85,10 @@ class Pending:
 
 
 class LateCopy:
-    """An asynchronous copy of numbers to the host, which reads them later. tensor: 1-D, small, on any device."""
+    """An asynchronous copy of numbers from a GPU to the host, which reads them later.
+
+    tensor: 1-D, small, on any device. On the CPU it is not copied, so do not change it before `values` is read.
+    """
 
     def __init__(self, tensor: torch.Tensor):
         self._event: torch.cuda.Event | None = None

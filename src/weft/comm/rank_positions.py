@@ -22,11 +22,11 @@ class Reader:
 
     @classmethod
     def for_rank(cls, rank: int, ranks: tuple[int, ...]) -> Reader:
-        """Return the reader of a rank among the given ranks. ranks: the ranks that read different samples, in order."""
+        """Return the position of a rank among `ranks`, the ranks that read different samples, in order."""
         return cls(ranks.index(rank), len(ranks))
 
     def in_replica(self, replica: int, plan: Plan) -> Reader:
-        """Return this rank's reader among the readers of all replicas. replica: index of this rank's replica."""
+        """Return the position of this rank, which is in replica `replica`, among the readers of all replicas."""
         order, size = plan.axis_order, self.size * plan.dp_replicate
         if order.index("dp_replicate") < order.index("dp_shard"):
             return Reader(replica * self.size + self.rank, size)
@@ -34,13 +34,13 @@ class Reader:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the name of several axes joined, the same under every order of the plan."""
+    """Return the name of several axes joined, independent of the order of `names` and of the plan's axis order."""
     order = (ENDS, *AXES, *EXPERT_AXES)
     return "*".join(sorted(names, key=lambda name: order.index(name.partition("/")[0])))
 
 
 def strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Return (stride in ranks, size) of each axis."""
+    """Return (stride in ranks, size) by name, for each axis and for parts of axes in `names`, such as "tp/2"."""
     stride = 1
     found: dict[str, tuple[int, int]] = {}
     for name, size in reversed(plan.axis_sizes().items()):

@@ -1,8 +1,8 @@
-"""A link over sockets between ranks of several worlds, and a replica's client for local SGD rendezvous.
+"""A link over sockets between ranks of separate replicas, and a replica's client for local SGD rendezvous.
 
-A link is created for one rendezvous round and closed after it. A process group needs all of its ranks until its end,
-but a socket link costs one connection per pair, fails if no data moved for a given time, and leaves other groups intact
-when it fails. Sums use the same tree as all links, so results are bitwise identical.
+A link is created for one round (an outer step) and closed after it. A process group needs all of its ranks until its
+end, but a socket link costs one connection per pair, fails if no data moved for a given time, and leaves other groups
+intact when it fails. Sums use the same tree as all links, so results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -253,10 +253,10 @@ class Call:
 
     Attributes:
         members: replica indices.
-        givers: the members whose weights count.
+        givers: the members whose updates are averaged; the others copy the result.
         doors: addresses of each member's ranks.
         place: this replica's index among the members.
-        number, token: identify the resulting anchor.
+        number, token: identify the resulting anchor (the synchronized weights).
         step: the givers' step.
     """
 
@@ -319,6 +319,8 @@ class ReplicaGroup:
     def begin(self) -> None:
         """Wait until every replica is ready for its first step or has trained before, for `timeout_s` at most.
 
+        If this replica is requested to stop, this returns at once.
+
         A replica that starts a little later than the others then loads the same state, and takes part in each outer
         step.
         """
@@ -328,14 +330,14 @@ class ReplicaGroup:
             pass
 
     def is_behind(self) -> bool:
-        """Return True if another replica has a newer anchor."""
+        """Return True if another replica has a newer anchor, by the server's last answer."""
         return bool(self._on_first(self._report_where))
 
     def wait_for_round(self, layout: str) -> Call | dict[str, Any]:
-        """Wait for a round (an outer step), without a time limit if another replica's anchor is newer.
+        """Wait for a round (an outer step). There is no time limit while the rendezvous server answers.
 
-        If there is no round, this returns the server's answer. Its "do" is "alone" if the server is unreachable, "over"
-        if a replica with a newer anchor has ended its run, or "leave" if this replica was requested to stop.
+        If there is no round, this returns a dict. Its "do" is "alone" if the server was unreachable for `timeout_s`,
+        "over" if a replica with a newer anchor has ended its run, or "leave" if this replica was requested to stop.
 
         layout: description of this replica's tensors. It must be equal on all replicas.
 

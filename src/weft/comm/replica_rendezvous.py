@@ -113,7 +113,10 @@ class RendezvousRounds:
         return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
 
     def is_over(self, now: float) -> bool:
-        """Return True if each replica has ended or not reported for `timeout_s`. now: seconds of the same clock."""
+        """Return True if each replica has ended or not reported for `timeout_s`.
+
+        now: seconds of the clock of `handle`.
+        """
         return not any(self._lives(one, now) for one in self._replicas.values())
 
     def _leave(self, number: int) -> None:
@@ -221,9 +224,9 @@ _LOOK_S = 0.2
 
 
 class RendezvousServer:
-    """Answers the replicas of one run, in threads of this process. key: shared key that clients must have.
+    """Answers the replicas of one run, in threads of this process.
 
-    Raises LaunchError if it cannot listen on the address.
+    key: shared key that clients must have. Raises LaunchError if it cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int, replicas: int, timeout_s: float, key: str):
@@ -281,14 +284,14 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """A replica's client of the rendezvous server. key: shared key that the server must have."""
+    """A replica's client of the rendezvous server, which must have the shared key `key`."""
 
     def __init__(self, address: str, replica: int, session: int, key: str):
         self.address, self._key = address, key.encode()
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
-        """Send a request and return the answer. say: as in `RendezvousRounds.handle`.
+        """Send a request and return the answer. The requests are described in `RendezvousRounds.handle`.
 
         Raises OSError if there is no answer in time. Raises ConfigError if the server has another key.
         """

@@ -80,7 +80,7 @@ def forged(name: str) -> str:
 
 
 def store_key() -> StoreKey:
-    """Return the key of the current process group. The first call is a `share_store_key` on all ranks."""
+    """Return the key of the current process group. The first call creates it by `share_store_key`, a collective."""
     group = dist.group.WORLD
     _keys[:] = [one for one in _keys if one[0]() is not None]
     return next((key for of, key in _keys if of() is group), None) or share_store_key()
@@ -169,7 +169,8 @@ class StoreChannel:
         """Run `act` on rank 0 and return its JSON value on every rank.
 
         Raises:
-            CheckpointError: on other ranks, with the message of the error that `act` raised on rank 0.
+            CheckpointError: on other ranks, with the message of the error that `act` raised on rank 0. Rank 0 raises
+                the error itself.
         """
         turn = self._next()
         if self._rank:
@@ -234,7 +235,7 @@ class StoreChannel:
 
 
 def _all_set(store: Store, keys: list[str]) -> bool:
-    """Wait for one time slice. Returns True once all messages are set."""
+    """Wait up to 60 s for all messages. Return False if some are still missing."""
     try:
         store.wait(keys, _SLICE)
     except dist.DistStoreError as error:

@@ -1,1 +1,1 @@
-"""Transports: shared memory, gloo, the backend's collectives, staging through the host."""
+"""Transports: shared memory, gloo, two levels, the backend's collectives, and copies through the host."""

@@ -1,7 +1,7 @@
 """Links over torch process groups: the backend's collectives, and gloo with sums computed here.
 
-Also the dtypes that NCCL accepts, and conversions of others. torch raises "Unconvertible NCCL type" for the rest.
-Support of fp8 depends on the releases of NCCL and torch, so fp8 is converted too.
+Also conversions of dtypes that NCCL does not accept, for which torch raises "Unconvertible NCCL type". Support of fp8
+depends on the releases of NCCL and torch, so fp8 is converted too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def as_moved(tensor: Tensor) -> Tensor:
 
 
 def as_added(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor for a sum: itself, or its real and imaginary parts."""
+    """Return a contiguous tensor for a sum: itself, or the real and imaginary parts of a complex tensor, 1-D."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
@@ -329,7 +329,10 @@ class ExchangeLink(Link):
 
 
 def _joined(operation: Operation) -> torch.Tensor:
-    """Return the source as one flat tensor. Parts are copied once; for an all_reduce they are copied to the output."""
+    """Return the source as one flat tensor.
+
+    Parts are copied once, and the copy replaces `operation.source`. For an all_reduce they are copied to the output.
+    """
     source = operation.source
     if isinstance(source, Parts):
         whole = operation.kind == "all_reduce"

@@ -57,9 +57,10 @@ class StreamWait:
 
 
 def waited(wait: StreamWait | None, device: torch.device, host_s: float) -> float | StreamWait:
-    """Return the seconds of a wait that ends now, for the ledger.
+    """End a wait and return its time (s) for the ledger: `wait`, which is read later, or a number.
 
-    wait: result of `StreamWait.begin`. host_s: seconds by the host's clock, used if the host itself waits.
+    wait: result of `StreamWait.begin`. If it is None, the time is 0 on a GPU, and else `host_s`, the seconds by the
+    host's clock.
     """
     if wait is not None:
         return wait.end()
@@ -120,7 +121,10 @@ def combined_in(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 class SentBytes:
-    """Counts the bytes that the rank with index `rank` sends over gloo. hosts: a host number for each index."""
+    """Counts the bytes that the rank with index `rank` sends over gloo.
+
+    hosts: a host number for each index on the axis.
+    """
 
     def __init__(self, rank: int, hosts: tuple[int, ...]):
         self._rank, self._hosts = rank, hosts
@@ -170,7 +174,10 @@ class Link:
         return False
 
     def block(self, operation: Operation) -> bool:
-        """Wait for `operation` in the backend, with no progress of others. Returns False if the link cannot."""
+        """Wait in the backend until `operation` is finished, without advancing other links.
+
+        Return False if the link cannot do this.
+        """
         return False
 
     def late(self) -> tuple[int, ...]:
@@ -217,13 +224,15 @@ def unobserved() -> AbstractContextManager[object]:
     """Hide the enclosed operations from dispatch modes, except for a mode that fake tensors need.
 
     The work done during a wait depends on timing, so it differs between two runs of the same forward. Selective
-    recompute counts operations with such a mode and would treat the second run as a different computation.
+    recompute counts operations with a dispatch mode and would treat the second run as a different computation.
     """
     return without_modes() if num_modes() else nullcontext()
 
 
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
-    """Continue all `links` until `operation` is finished. links: all links of this rank, including `link`.
+    """Continue all `links` until `operation` is finished.
+
+    link: the link that carries the operation. links: all links of this rank, including `link`.
 
     Raises CommError if a rank has exited or the group's timeout has passed. The message names axis and operation.
     """

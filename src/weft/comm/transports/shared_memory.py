@@ -58,12 +58,15 @@ def host_mark() -> tuple[bytes, str]:
 
 
 def slot_bytes(size: int) -> int:
-    """Return the size of a slot if `size` ranks share memory: a multiple of every element's size."""
+    """Return the bytes of a slot if `size` ranks share memory: a multiple of every element's size."""
     return max(LEAST_SLOT_BYTES, min(SLOT_BYTES, MOST_BYTES // (size * NUM_SLOTS) // 4096 * 4096))
 
 
 class Segment:
-    """The mapped memory from the view of one rank. fd: its descriptor, which is closed with the object."""
+    """The mapped memory from the view of one rank.
+
+    fd: descriptor of the memory, which is closed when this object is freed.
+    """
 
     def __init__(self, fd: int, rank: int, size: int):
         # The lock on this rank's byte is released when the process exits, however it exits; `has_ended` of the others
@@ -89,7 +92,10 @@ class Segment:
 
     @classmethod
     def make(cls, size: int) -> tuple[Segment, tuple[int, int, bytes]]:
-        """Make new memory on rank 0. Also returns the address (process, descriptor, token) for `find` on the others."""
+        """Make new memory on rank 0. Also return the address (process, descriptor, token) for `find` on the others.
+
+        Raises OSError if there is not enough memory.
+        """
         fd = os.memfd_create("weft-axis")
         try:
             os.posix_fallocate(fd, 0, cls.total_bytes(size))

@@ -30,11 +30,11 @@ _MARK_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Host information that the ranks of an axis exchanged, the same on all of them.
+    """Host information that the ranks of an axis exchanged, the same on all of them except `why`.
 
     `numbers` holds a host number for each index of the axis, in order of appearance; bytes between equal numbers do not
-    leave the host. `memories` numbers the hosts likewise by the ability to share memory; -1 means that the rank cannot.
-    `why` is the reason if this rank cannot, else "".
+    leave the host. `memories` holds a number for each index likewise, equal for ranks that can share memory; -1 means
+    that a rank cannot share memory. `why` is the reason if this rank cannot, else "".
     """
 
     numbers: tuple[int, ...]
@@ -54,7 +54,7 @@ class Hosts:
 
     @property
     def block(self) -> int:
-        """Ranks per host, if every host has an equal block of 2^k consecutive ranks that share memory; else 1.
+        """Ranks per host, if several hosts have equal blocks of 2^k consecutive ranks that share memory; else 1.
 
         Such a block is a subtree of the reduction tree.
         """
@@ -65,7 +65,7 @@ class Hosts:
 
 
 def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
-    """Exchange the ranks' hosts. The result is stored on the axis for its mesh. All ranks must call it."""
+    """Exchange which host each rank is on, and record it in `axis.hosts`. All ranks of the axis must call it."""
     mark, why = host_mark()
     own = torch.frombuffer(bytearray(mark.ljust(_MARK_BYTES, b"\0") + _network_mark()), dtype=torch.uint8)
     found = [as_bytes(row) for row in _all_rows(axis, group, own)]
@@ -81,10 +81,13 @@ def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
 
 
 def share_memory(axis: Axis, group: dist.ProcessGroup, block: int, number: int = 1) -> tuple[list[Segment], str]:
-    """Map segments shared by each block of `block` adjacent ranks, or return ([], reason). Collective.
+    """Map shared memory for each block of `block` adjacent ranks. Collective.
 
-    All ranks of the axis succeed or none. block: number of ranks that share one memory; the size of the axis for all.
-    number: number of segments per block.
+    Return (segments of this rank's block, "") on all ranks of the axis, or ([], reason) on all of them.
+
+    Args:
+        block: number of ranks that share one memory; the size of the axis for all.
+        number: number of segments per block.
     """
     place, why = axis.rank % block, ""
     segments: list[Segment] = []
@@ -226,8 +229,8 @@ class TwoLevelLink(Link):
     def block(self, operation: Operation) -> bool:
         """Wait until the flat link completes the operation. Returns False if any operation runs in levels.
 
-        Another rank may wait for such an operation before it begins the one that this rank waits for, and needs this
-        rank to advance it.
+        Another rank may wait for an operation in levels before it begins `operation`. It then needs this rank to
+        advance the former.
         """
         if self._queue or operation.finished:
             return operation.finished

@@ -19,7 +19,10 @@ from weft.errors import CommError
 
 
 class CodedGather(Pending):
-    """The ranks' rows, encoded, gathered and decoded. `out` is flat and may be shorter than all rows."""
+    """An all_gather of the ranks' encoded rows in flight. `wait()` decodes them into the flat `out`.
+
+    `out` may have fewer elements than all rows; the rest is dropped.
+    """
 
     def __init__(self, row_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, role: str, counts: bool):
         codes = _encoded(coder, role, row_1N, axis.rank)
@@ -39,7 +42,7 @@ class CodedGather(Pending):
 
 
 class CodedExchange(Pending):
-    """The sum of the ranks' flat tensors in one stage: each rank encodes its own, then decodes and adds all."""
+    """A sum of the ranks' flat tensors in flight, in one stage: a rank encodes its own, then decodes and adds all."""
 
     def __init__(self, flat_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
         codes = _encoded(coder, "summands", flat_1N, axis.rank)
@@ -66,10 +69,10 @@ class CodedExchange(Pending):
 
 
 class CodedSum(Pending):
-    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in rank order.
+    """A sum of the ranks' rows in flight: encoded, exchanged, decoded, and added in rank order.
 
-    `rows_RN` holds the row for each rank. `out` is this rank's row of the sums, or with `whole` all sums, flat as in
-    CodedGather.
+    `rows_RN` holds a row for each rank. `out` gets this rank's row of the sums, or with `whole` all sums, as in
+    `CodedGather`.
     """
 
     def __init__(self, rows_RN: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, whole: bool):

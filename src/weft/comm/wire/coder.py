@@ -33,7 +33,10 @@ class Coder:
         self._next: dict[str, State] = {}
 
     def encode(self, role: str, x_RN: torch.Tensor, place: int) -> torch.Tensor:
-        """Encode rows. role: their use ("summands", "sums" or "shard"). place: this rank's index."""
+        """Encode rows, uint8 (R, bytes). The next state is kept until `commit` or `discard`.
+
+        role: use of the rows ("summands", "sums" or "shard"). place: this rank's index.
+        """
         key = f"{role}-{x_RN.shape[0]}x{x_RN.shape[1]}"
         wire = self.wire
         if wire.by_chance:
@@ -74,11 +77,11 @@ class Coder:
         return any(state.keys() != self._kept.get(key, {}).keys() for key, state in self._next.items())
 
     def commit(self, clip: float = 1.0, taken: torch.Tensor | None = None) -> None:
-        """Keep the states of this step, which was applied.
+        """Keep the states of this step, which was applied, and count the step.
 
         clip: factor by which gradients were clipped. Residuals are scaled by it too, because clipped gradient would
         otherwise return with the next step. taken: True if the step was applied, as a 0-d bool tensor, if only the
-        device has the value. Not allowed if the coder `begins`.
+        device has the value; if it is False, the old states are kept. Not allowed if the coder `begins`.
         """
         if self.wire.feeds_back and clip != 1.0:
             for state in self._next.values():
@@ -108,7 +111,7 @@ class Coder:
             yield from ((f"{key}/{name}", tensor) for name, tensor in state.items())
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the tensors of `states`."""
+        """Replace all states by the tensors of `states`."""
         self._kept, self._next = {}, {}
         for full_name, tensor in tensors.items():
             key, _, name = full_name.rpartition("/")
@@ -116,7 +119,10 @@ class Coder:
 
 
 class Coders:
-    """The coders of an engine's tensors, by name. outer: wire over the outermost data axis, or None for `wire`."""
+    """The coders of an engine's tensors, by name.
+
+    wire: wire of all reductions except those by `outer`. outer: wire over the outermost data axis, or None for `wire`.
+    """
 
     def __init__(self, wire: Wire, outer: Wire | None = None):
         self.wire = wire
@@ -178,7 +184,7 @@ class Coders:
             coder.unit = unit
 
     def commit(self, clip: float = 1.0) -> None:
-        """Keep the states of this step, which was applied unless `taken` is False."""
+        """Keep the states of this step, which was applied unless `taken` is False, and count it. Clears `owed`."""
         taken, self.taken = self.taken, None
         self.turn += 1
         self.owed.clear()
@@ -203,7 +209,7 @@ class Coders:
             coder.take_turn(turn)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return this rank's states as `tensor/role/name`, without residuals, which are valid for any plan."""
+        """Return this rank's states as `tensor/role/name`, without residuals, which checkpoints store for any plan."""
         return {
             f"{name}/{key}": tensor
             for name, coder in self._coders.items()
@@ -212,7 +218,7 @@ class Coders:
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the tensors of `states` on this rank."""
+        """Replace all states and residuals of this rank by the tensors of `states`."""
         self.forget()
         found: dict[str, dict[str, torch.Tensor]] = {}
         for full_name, tensor in tensors.items():

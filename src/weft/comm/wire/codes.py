@@ -34,7 +34,7 @@ _MIX, _STEP, _MASK = 0xBF58476D1CE4E5B9, 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 class Int8(Wire):
-    """One byte per value and a scale per 256 values, with stochastic rounding keyed by `key`."""
+    """Wire with one byte per value and a scale per 256 values, with stochastic rounding keyed by `key`."""
 
     by_chance = True
 
@@ -82,7 +82,7 @@ class Int8(Wire):
 
 
 class Int4(Wire):
-    """Half a byte per value and a scale per 64 values, rounded to nearest, with error feedback."""
+    """Wire with half a byte per value and a scale per 64 values, rounded to nearest, with error feedback."""
 
     feeds_back = True
 
@@ -188,7 +188,7 @@ class RowCodes:
             at, first = at + numel, first + size
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the encoded bytes of a rank's shards, uint8 (num_bytes,). flat: their values, (numel,)."""
+        """Return the encoded bytes, uint8 (num_bytes,), of a rank's shards with the values `flat`, (numel,)."""
         codes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=flat.device)
         for one, values, place in self._ranges():
             x, out = flat[values], codes[place]
@@ -257,7 +257,7 @@ def _as_floats(x_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class AsIs(Wire):
-    """The unchanged values."""
+    """Wire that sends values unchanged."""
 
     ops = ("sum", "max", "min")
 
@@ -272,7 +272,7 @@ class AsIs(Wire):
 
 
 class Bf16(Wire):
-    """Values rounded to bfloat16, including the result. On the CPU, sums are computed in float32."""
+    """Wire that rounds values and sums to bfloat16. On the CPU, sums are computed in float32 and rounded once."""
 
     ops = ("sum", "max", "min")
 

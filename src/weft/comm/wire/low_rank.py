@@ -1,12 +1,13 @@
 """Low-rank approximations of large matrices (PowerSGD), and their positions in a flat tensor.
 
-With M_r the matrix (a x b) of rank r of R plus its residual, and Q (b x r) the basis of the last step:
+With M_i the matrix (a x b) on process i of n plus its residual, k the rank of the approximation, and Q (b x k) the
+basis of the last step:
 
-    P = orthonormal(sum_r M_r Q)       a x r
-    Q = sum_r M_r^T P                  b x r, kept for the next step
-    sums = P Q^T,  residual of rank r: M_r - sums / R
+    P = orthonormal(sum_i M_i Q)       a x k
+    Q = sum_i M_i^T P                  b x k, kept for the next step
+    sums = P Q^T,  residual of process i: M_i - sums / n
 
-P and Q are sums over ranks and are sent unencoded. Method: Vogels et al. 2019, arXiv 1905.13727.
+P and Q are sums over processes and are sent unencoded. Method: Vogels et al. 2019, arXiv 1905.13727.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Matrix(NamedTuple):
 
 
 class LowRank(Wire):
-    """Two thin matrices for each large one, computed by `LowRankSum`, with error feedback."""
+    """Wire that sends two thin matrices for each large one, with error feedback. `LowRankSum` computes the sums."""
 
     feeds_back = True
 
@@ -79,7 +80,7 @@ def first_basis(matrix: Matrix, rank: int, name: str, like: torch.Tensor) -> tor
 
 
 def orthonormal(p_AR: torch.Tensor) -> torch.Tensor:
-    """Return orthonormal columns with the same span, or NaN if a value is not finite."""
+    """Return orthonormal columns with the same span as the columns of `p_AR`, or NaN if a value is not finite."""
     if not p_AR.isfinite().all():
         return torch.full_like(p_AR, torch.nan)
     factors = cast("tuple[torch.Tensor, torch.Tensor]", torch.linalg.qr(p_AR))  # pyright: ignore[reportUnknownMemberType]  # torch gives it no type

@@ -14,7 +14,10 @@ from weft.comm.wire.low_rank import BASIS, Matrix, first_basis, orthonormal
 
 
 class LowRankSum(Pending):
-    """The sum of the ranks' flat tensors. The coder's matrices are sent in low rank, the rest unchanged."""
+    """A sum of the ranks' flat tensors in flight. The coder's matrices are sent in low rank, the rest unchanged.
+
+    `out` gets all sums, or this rank's slice of them if it has fewer elements.
+    """
 
     def __init__(self, name: str, flat: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
         self._coder, self._over, self._out, self._name = coder, axis, out, name

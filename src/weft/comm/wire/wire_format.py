@@ -1,13 +1,13 @@
 """Wire formats: encoding of a tensor's values for communication, and decoding.
 
-A wire is stateless. State between steps (the residual of error feedback) is passed in and out of `encode`, and a
-`Coder` keeps it. There are two modes of sums:
+A `Wire` is stateless. State between steps (the residual of error feedback) is passed in and out of `encode`, and a
+`Coder` keeps it. There are two modes of sums.
 
-    links add (`added_in` is a dtype)    tensors are cast to it, and the links add them with a single rounding
-    summands are decoded (None)          all_to_all of encoded parts, decoded and added in rank order in the tensor's
-                                         dtype; an all_reduce then gathers the encoded sums. With two ranks, or a
-                                         wire that `sends_to_all`, all ranks exchange their full summands and encode
-                                         no sums
+If `added_in` returns a dtype, tensors are cast to it, and the links add them with a single rounding.
+
+If `added_in` returns None, ranks exchange encoded parts by all_to_all, decode them, and add them in rank order in the
+tensor's dtype. An all_reduce then gathers the encoded sums. With two ranks, or a wire that `sends_to_all`, it instead
+sends the full encoded summand of each rank to all ranks, and encodes no sums.
 
 A value is therefore encoded at most twice for any number of ranks, and all ranks decode the same bytes to the same
 bits.
