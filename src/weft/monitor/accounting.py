@@ -61,10 +61,12 @@ _OF_THE_LOOP = frozenset({"start", "step", "eval", "trace", "end"})
 
 @dataclass
 class TimeLedger:
-    """Attributes a run's time to causes, from its events in order. It can be read at any time.
+    """Attributes a run's time to causes, from its events in order. Results can be read after any event.
 
-    `first` and `last` are the times (s) of the first and the last event. `device_s` is seconds times number of devices,
-    which may differ between starts.
+    Attributes:
+        first, last: Unix times (s) of the first start and of the latest event after it; nan before the first start.
+        failures, starts: numbers so far.
+        device_s: attributed seconds times number of devices, which may differ between starts.
     """
 
     first: float = math.nan
@@ -86,7 +88,7 @@ class TimeLedger:
     _typical: tuple[int, float] = (0, 0.0)
 
     def feed(self, event: Mapping[str, Any]) -> None:
-        """Add one event. Events without a finite time, and "resume", are ignored."""
+        """Add one event. Events before the first "start", events without a finite time, and "resume" are ignored."""
         kind, when = event.get("event"), number(event.get("time"))
         if not math.isfinite(when) or kind == "resume":
             return
@@ -125,7 +127,7 @@ class TimeLedger:
 
     @property
     def share(self) -> float:
-        """Share of the time spent on steps that were not repeated later, 0 to 1."""
+        """Productive share of `wall_s`, 0 to 1."""
         return self.seconds()[PRODUCTIVE] / self.wall_s if self.wall_s > 0 else 0.0
 
     def _begin(self, event: Mapping[str, Any], when: float) -> None:
@@ -213,9 +215,9 @@ class TimeLedger:
             self.device_s += seconds * self._devices
 
     def _typical_step(self) -> float:
-        """Return the median work time of a step, over the last 10,000 steps; 0 below three steps.
+        """Return the median time of a step without its wait for data, over the last 10,000 steps; 0 below three steps.
 
-        It is updated after a tenth more steps.
+        The median is computed again if the number of steps has grown by a tenth or has decreased.
         """
         count = len(self._work)
         if count < 3:
@@ -233,12 +235,14 @@ class Goodput:
     """Productive and lost seconds of a run, over all its starts.
 
     Attributes:
-        wall_s: time from the first start to the end, without the time between an orderly stop and the next start.
-        steps_s: time of steps that were not repeated.
-        redone_s: time of steps that a later start repeated.
+        wall_s: time from the first start to the last event, without pauses and without the time between an orderly stop
+            and the next start.
+        steps_s: productive time, as in `TimeLedger`: steps that were not discarded, without their waits for data.
+        redone_s: time of steps that were done again or discarded.
         stalls_s: time that training waited for saves and copies in memory.
         away_s: time from the last event of a failed start to the next start.
-        stall_s, step_s: medians of one save and one step.
+        failures: number of failed starts that were followed by another start.
+        stall_s, step_s: median wait for a save, and median time of a step; 0 if there was none.
     """
 
     wall_s: float = 0.0
@@ -252,22 +256,28 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Share of the time spent on steps that were not repeated later, 0 to 1."""
+        """Productive share of `wall_s`, 0 to 1."""
         return self.steps_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def between_failures_s(self) -> float:
-        """Mean time between failures; infinite without failures."""
+        """Mean time (s) between failures; infinite without failures."""
         return self.wall_s / self.failures if self.failures else math.inf
 
     def best_every(self) -> int | None:
-        """Return the number of steps between saves that loses the least time, or None without a failure or a save."""
+        """Return the number of steps between saves that loses the least time.
+
+        Return None without failures, if saves did not stall training, or without steps.
+        """
         if not self.failures or self.stall_s <= 0 or self.step_s <= 0:
             return None
         return max(1, round(best_interval(self.stall_s, self.between_failures_s) / self.step_s))
 
     def lines(self, every: int) -> list[str]:
-        """Return the report at the end of a run, or [] without failures. every: steps between the run's saves."""
+        """Return the lines that report the goodput at the end of a run, or [] without failures.
+
+        every: number of steps between the run's saves.
+        """
         if not self.failures:
             return []
         lost = {"steps done again": self.redone_s, "starting again": self.away_s, "waiting for saves": self.stalls_s}
@@ -297,8 +307,8 @@ def best_interval(stall_s: float, between_failures_s: float) -> float:
 def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
     """Compute the goodput of a run from the events of its events.jsonl.
 
-    A start without an "end" event, or with a failure after it, has failed. If the launcher itself was killed, it
-    recorded no failure event. Such a failure is counted when the next start follows.
+    A start has failed if it has no "end" event, or a "failure" event after it. So a failure counts even if the launcher
+    was killed before it could record it, but only once another start follows.
     """
     ledger = TimeLedger()
     kept: dict[int, float] = {}

@@ -27,7 +27,11 @@ _LEAST_DEVIATION = 1e-3
 
 
 class Streak:
-    """Tracks for how long a condition has been true without interruption."""
+    """Tracks for how long a condition has been true without interruption.
+
+    Attributes:
+        since: step of the first reading of this time, or None while the condition is false.
+    """
 
     def __init__(self, span: RunSpan | None):
         self._span = span
@@ -36,7 +40,10 @@ class Streak:
         self.since: int | None = None
 
     def see(self, is_so: bool, reading: MetricReading) -> bool:
-        """Record whether the condition is true (`is_so`) at a reading, and return True if it was for the full span."""
+        """Record whether the condition is true (`is_so`) at a reading.
+
+        Return True if it has been true for the span without interruption. Without a span, return `is_so`.
+        """
         if not is_so:
             self._count, self.since = 0, None
             return False
@@ -51,7 +58,7 @@ class Streak:
 
 
 class TimeWindow:
-    """The last readings of a span (steps or time), without outliers."""
+    """The values of a metric in the last steps or seconds, from which its usual value is computed."""
 
     def __init__(self, span: RunSpan):
         self._span = span
@@ -63,7 +70,11 @@ class TimeWindow:
         self._new = 0
 
     def add(self, value: float, time: float) -> None:
-        """Add a reading, and drop readings older than the span. In long spans, only every n-th reading counts."""
+        """Add a reading, and drop readings older than the span.
+
+        If the span has more than 1,000 steps, only every n-th reading is kept. If it is a time with more readings,
+        every second one of the older half is dropped.
+        """
         self._number += 1
         if self._number % self._stride:
             return
@@ -89,7 +100,11 @@ class TimeWindow:
         self._known = None
 
     def usual(self) -> tuple[float, float, float] | None:
-        """Return (median, median of the newest fifth, deviation), or None with too few readings."""
+        """Return (median, median of the newest readings, deviation), or None with too few readings.
+
+        The newest readings are a fifth of all, but at least 20. The deviation is estimated from differences of
+        successive readings. The result is computed again once 4 % of the readings are new.
+        """
         if len(self._values) < self._least:
             return None
         if self._known is None:
@@ -114,7 +129,7 @@ class Judge:
     Attributes:
         holds: True while the condition is true.
         message: the reason as text.
-        since: the first step at which it was true, if known from an event.
+        since: the step since which it is true, or None if unknown.
         metrics: names of the metrics that it reads.
     """
 
@@ -303,7 +318,10 @@ class _TrendJudge(Judge):
         self.message = next(iter(self._true.values()), self.message)
 
     def _moved(self, buckets: deque[tuple[float, float, int]], at: float) -> float | None:
-        """Return the change over the span, or None with too little data or if the direction changes."""
+        """Return the change over the span, as a fraction of the first part's level if the condition is relative.
+
+        Return None with too little data, or if the four parts of the span do not all move in the condition's direction.
+        """
         if len(buckets) < 2 * _QUARTERS or at - buckets[0][0] < 0.97 * self._condition.span.amount:
             return None
         values = [total / count for _, total, count in buckets]

@@ -46,7 +46,10 @@ class PauseFiles:
         return self._note.is_file()
 
     def begin(self, why: str, step: int | None) -> None:
-        """Write the note (HELD) that the run is paused, and delete an earlier answer (GO_ON) of the user."""
+        """Write the note (HELD) that the run is paused, and delete an earlier answer (GO_ON) of the user.
+
+        Errors of writing the note are ignored.
+        """
         self._word.unlink(missing_ok=True)
         note = {"since": round(time.time(), 3), "step": step, "why": why, "pid": os.getpid()}
         with contextlib.suppress(OSError):  # the disk may be full, and the run waits all the same
@@ -96,6 +99,7 @@ class RunRequest:
     """A request to a training run.
 
     Attributes:
+        action: one of `RUN_ACTIONS`.
         why: the reason, for the user.
         by: the origin, such as "alert NAME" or "a person".
         since: the first step of the problem, counted from 1, or None for the last one.
@@ -113,7 +117,8 @@ class RunRequest:
         """Read a request that `ask` wrote. Unknown keys are ignored.
 
         Raises:
-            ValueError: if it is not a valid request.
+            ValueError: if the action, `since` or `factor` is invalid.
+            TypeError: if there is no action.
         """
         request = cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
         since_fits = request.since is None or (type(request.since) is int and request.since >= 0)
@@ -167,7 +172,7 @@ class RequestQueue:
             return 0
 
     def new(self) -> list[RunRequest]:
-        """Return the requests since the last call. Invalid lines are ignored."""
+        """Return the requests that no earlier call returned, in this or an earlier start. Invalid lines are ignored."""
         if self._size() <= self._offset:
             return []
         try:
@@ -216,7 +221,12 @@ class AlertRule:
     """Settings of one alert.
 
     Attributes:
+        when: the condition of the alert.
+        actions: names of channels, and actions of `RUN_ACTIONS`.
+        until: condition that ends the alert. By default it ends when `when` is no longer true.
         quiet_s: minimum seconds between two messages.
+        after_step: the alert does not fire before this step.
+        factor: factor on the learning rate, for lower_lr.
         says: advice that is added to the message.
     """
 
@@ -243,10 +253,11 @@ class Notice:
 
     Attributes:
         said: description of the problem.
-        step, time: from the event that triggered it.
-        since: the first step of the problem.
-        good: the last good metric values before it, by name.
-        sends: False during the quiet time.
+        step: the run's last step, or None before the first.
+        time: time (s since 1970) of the event that triggered it, or at which an event was found missing.
+        since: the first step of the problem, or None if unknown.
+        good: step and metric values of the last step before the problem with finite metrics, by name.
+        sends: True if the alert fires and its quiet time is over.
     """
 
     rule: AlertRule
@@ -259,7 +270,7 @@ class Notice:
     sends: bool = True
 
     def as_json(self) -> dict[str, object]:
-        """Return one line of alerts.jsonl."""
+        """Return the values of its line in alerts.jsonl, without those that are None."""
         found: dict[str, object] = {"time": round(self.time, 3), "event": "alert", "name": self.rule.name}
         found |= {"state": self.state, "severity": self.rule.severity, "said": self.said, "when": self.rule.when}
         found |= {"step": self.step, "since": self.since, "actions": [*self.rule.actions], "sends": self.sends}
@@ -267,9 +278,10 @@ class Notice:
 
 
 def rules_of(config: RunConfig) -> list[AlertRule]:
-    """Return a run's alerts: the standard set, for all channels that request it, and the config's own.
+    """Return a run's alerts: the standard alerts, unless config.alerts is "none", and the config's own.
 
-    An alert of the config replaces a standard one of the same name.
+    Standard alerts go to all channels whose `standard` is true. An alert of the config replaces a standard one of the
+    same name.
     """
     own = [AlertRule.of(section) for section in config.alert]
     if config.alerts == "none":
@@ -309,7 +321,7 @@ class AlertDesk:
         self._evaluated: float | None = None
 
     def see(self, event: Mapping[str, Any]) -> list[Notice]:
-        """Take one event, and return the alerts that fire or end by its time. Events without a time are ignored."""
+        """Add one event, and return the alerts that fire or end. Events without a finite time are ignored."""
         time = number(event.get("time"))
         if not math.isfinite(time):
             return []
@@ -324,13 +336,13 @@ class AlertDesk:
         return found + self._changed(time)
 
     def tick(self, now: float) -> list[Notice]:
-        """Update the current time (s since 1970) and return the alerts that fire because no event came."""
+        """Update the current time (s since 1970) and return the alerts that fire or end because no event came."""
         for judge in self._judges:
             judge.tick(now)
         return self._changed(now)
 
     def reset_sent(self) -> None:
-        """Reset the times at which alerts were last sent, after past events, whose alerts are not sent."""
+        """End the quiet times of all alerts. Called after past events, whose alerts were not sent."""
         for alert in self._alerts:
             alert.sent_at = -math.inf
 
@@ -423,9 +435,9 @@ class Companion:
             self._act(notice)
 
     def finish(self, grace_s: float) -> list[str]:
-        """Check alerts on new events, and send the queues for at most `grace_s`.
+        """Check alerts on new events, and wait up to `grace_s` seconds for sinks and channels to send their queues.
 
-        Return the names of unfinished sinks.
+        Return the names of sinks that have unsent events.
         """
         self.look()
         threads = [*self._pumps, *self._senders.values()]
@@ -477,7 +489,8 @@ class Companion:
 def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
     """Return the message of an alert.
 
-    It contains the problem, its first step, the last good metric values, and the command to continue.
+    It contains the problem, its first step, the last good metric values, and the command to pause the run, or to
+    continue it if the alert pauses it.
     """
     rule = notice.rule
     at = f" at step {notice.step}" if notice.step is not None else ""
@@ -503,7 +516,7 @@ def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
 
 
 def backtest(folder_events: list[dict[str, object]], config: RunConfig) -> list[str]:
-    """Return a line for each time that an alert of the config would have fired or ended in a run's events."""
+    """Return a line for each time that one of the config's alerts (`rules_of`) fires or ends in a run's events."""
     desk, lines = AlertDesk(rules_of(config)), list[str]()
     began = next((float(str(event["time"])) for event in folder_events if "time" in event), 0.0)
     for event in folder_events:

@@ -144,12 +144,12 @@ _TOO_OLD_S = 6 * 3600.0
 
 
 class NotificationSender(threading.Thread):
-    """Sends messages over one channel.
+    """Thread that sends messages over one channel, and retries each for up to 6 hours.
 
     Args:
-        channel: its table in the config.
-        notify: called with a line for the user if the channel cannot be reached.
-        pause_s: first pause between retries.
+        channel: the channel's table in the config.
+        notify: called with a line for the user if the channel cannot be reached, or if a message is lost by an error.
+        pause_s: first pause (s) between retries.
     """
 
     def __init__(self, channel: ChannelSection, notify: Callable[[str], None], *, pause_s: float = _FIRST_PAUSE_S):
@@ -173,7 +173,7 @@ class NotificationSender(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
-        """Send until `finish`. This is the thread's main function."""
+        """Send messages, with retries, until all are sent after `finish`. This is the thread's main function."""
         pause_s, is_away = self._first_pause_s, False
         while self._waiting or not self._end.is_set():
             if not self._waiting:

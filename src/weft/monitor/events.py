@@ -46,7 +46,7 @@ class StepRecord:
         exposed: time of waiting for other ranks, by axis.
         data_s: time of waiting for data.
         own: time of the rank's own work, by part.
-        usual_loss: set if the loss jumps far above it.
+        usual_loss: median of recent losses, set if the loss jumps far above it.
     """
 
     step: int
@@ -96,8 +96,10 @@ class EventLog:
     """Appends events to a file. Creates the file and its folder if missing.
 
     An incomplete last line of a killed writer is removed first. One process writes; any number may read. While the disk
-    is full, events wait in memory, and each further write retries. Leaving the context raises an error if some still
-    wait.
+    is full, up to 1 MiB of events wait in memory, and each further write retries. Further events are lost and counted.
+
+    Raises:
+        TrainingHalted: if the file cannot be opened, or at the end of the `with` block if events still wait.
     """
 
     def __init__(self, path: Path):
@@ -264,7 +266,7 @@ def number(value: object) -> float:
 
 
 def step_of(event: Mapping[str, Any]) -> int | None:
-    """Return the step of an event, or None if it is missing or no usable number."""
+    """Return the step of an event, or None if it is missing or no integer from 0 to 2**62 - 1."""
     step = event.get("step")
     return step if type(step) is int and 0 <= step < 2**62 else None
 

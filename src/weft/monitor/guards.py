@@ -110,7 +110,7 @@ class SpikeWatch:
         self._quiet_left, self._quiet = 0, QUIET_STEPS
 
     def observe(self, loss: float) -> float | None:
-        """Return the median of recent losses if this step raises an alarm, else None."""
+        """Return the median of recent losses if this step raises an alarm, else None. Non-finite losses are ignored."""
         if not math.isfinite(loss):
             return None  # NonFiniteGuard handles these
         usual, bound = self._bound()
@@ -176,7 +176,10 @@ class GarbageTurns:
         self._has_frozen = False
 
     def after_step(self, step: int | None = None) -> None:
-        """Run the garbage collector if it is due."""
+        """Run the garbage collector after the first step, and after steps that are multiples of `every`.
+
+        step: the step's number, by default the number of calls.
+        """
         self._num_steps += 1
         if not self._was_on:
             return  # every is 0, or the collector was off before

@@ -40,7 +40,7 @@ class GpuSource:
         self._nvlink: tuple[float, float] | None = None
 
     def read(self) -> Mapping[str, float]:
-        """Return the GPU's current metrics, or {} without a driver or once the GPU is lost."""
+        """Return the current metrics that the GPU reports; {} if pynvml is missing or could not open the GPU."""
         if self._is_lost or not self._open():
             return {}
         nvml: Any = self._nvml
@@ -104,7 +104,7 @@ class GpuSource:
     def _nvlink_rate(self) -> float | None:
         """Return the NVLink bytes per second since the last call, over all links and both directions.
 
-        Return None in the first call, or if the driver does not report its counters (in kilobytes).
+        Return None in the first call, if the driver does not report the counters, or if they have decreased.
         """
         nvml, total = self._nvml, 0.0
         fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
@@ -159,14 +159,20 @@ class HostSource:
         self._before: dict[str, tuple[float, float]] = {}
 
     def of_process(self) -> Mapping[str, float]:
-        """Return the metrics of this process that the system reports."""
+        """Return the process's resident memory, and the number of CPU cores that it used since the last call.
+
+        The first call returns no number of cores.
+        """
         times = self._process.cpu_times()
         found = {"process.memory_bytes": float(self._process.memory_info().rss)}
         cores = self._rate("cpu", times.user + times.system)
         return found if cores is None else {**found, "process.cpu": cores}
 
     def of_machine(self) -> Mapping[str, float]:
-        """Return the metrics of the machine; {} on ranks that do not read them."""
+        """Return the metrics of the machine that the system reports; {} if not `with_machine`.
+
+        Rates are means since the last call, and are missing in the first one.
+        """
         if not self._with_machine:
             return {}
         system, found = self._system, dict[str, float]()

@@ -19,7 +19,10 @@ from weft.monitor.stragglers import StragglerWatch, median_without
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A metric over ranks or machines. `at_min` and `at_max` name the owners of the extremes, such as "rank 3"."""
+    """Minimum, median and maximum of a metric over ranks or machines.
+
+    `at_min` and `at_max` name the ranks or machines with the extremes, such as "rank 3".
+    """
 
     min: float
     median: float
@@ -33,7 +36,7 @@ class Fold:
 
 
 def fold(values: Mapping[str, float]) -> Fold | None:
-    """Return a metric's values by owner (rank or machine) as one `Fold`, or None if none is a number.
+    """Combine a metric's values by owner (rank or machine) into one `Fold`. Return None if no value is a number.
 
     If several owners have the same extreme, the first one is named.
     """
@@ -60,12 +63,12 @@ _OF_EVALUATION = frozenset({"event", "time", "step", "loss"})
 
 @dataclass(frozen=True, slots=True)
 class MetricReading:
-    """Value of a metric at one time. `name` and `label` identify the series.
+    """Value of a metric at one time. `label` tells values of the same metric apart, such as the phases of "phase_s".
 
     Attributes:
         value: the number, or the median over ranks.
         low, high: minimum and maximum over ranks, else equal to the value.
-        at_low, at_high: their owners, such as "rank 3", or "" for a metric of the run.
+        at_low, at_high: ranks or machines with these extremes, such as "rank 3", or "" for a metric of the run.
         step: the event's step, or None.
         time: in seconds since 1970.
     """
@@ -82,7 +85,7 @@ class MetricReading:
 
     @property
     def series(self) -> str:
-        """Name of the series, including its label."""
+        """Name of the metric with the label, such as "phase_s{forward}"."""
         return series(self.name, self.label)
 
 
@@ -165,7 +168,7 @@ class PaceWriter:
         self._stride = 1
 
     def add(self, step: int, own: Mapping[str, float]) -> None:
-        """Add a step's own seconds by part."""
+        """Add the seconds that this rank spent on its own work in a step, by part."""
         if step % self._stride:
             return
         self._steps[step] = own
@@ -244,7 +247,7 @@ class StepReport:
     own: Mapping[str, float] = field(default_factory=dict)
 
 
-#: Function that reads metrics of a rank or machine, by series.
+#: Function that returns metrics of a rank or machine, by name with label.
 Reader = Callable[[], Mapping[str, float]]
 
 
@@ -368,9 +371,10 @@ class Collector(threading.Thread):
     """Thread that reads and reports the metrics of one rank.
 
     Args:
-        host: name of its machine.
+        host: name of the rank's machine.
         board: channel for the reports.
-        every_s: seconds between events. Ranks report at this interval, and their pace at least every 5 s.
+        every_s: seconds between events. Ranks report at this interval, and the times of single steps (`PaceWriter`) at
+            least every 5 s.
         of_rank: readers of metrics of this rank. A reader that fails is not called again.
         of_host: readers of metrics of its machine, likewise.
         totals: returns cumulative metrics. Their increase per step is reported.
@@ -413,7 +417,7 @@ class Collector(threading.Thread):
             self._queue.append(metrics)
 
     def close(self) -> None:
-        """Send a last report and end the thread."""
+        """Send a last report and end the thread, which is waited for at most 5 s."""
         self._end.set()
         if self.is_alive():
             self.join(5.0)
@@ -436,7 +440,8 @@ class Collector(threading.Thread):
         """Send this rank's report. On rank 0, publish the reports of all ranks.
 
         Args:
-            pace_only: send the last report again with a new pace, and publish only events about slow ranks.
+            pace_only: send the last report again with new times of single steps, and publish only events about slow
+                ranks.
         """
         try:
             self._drain()

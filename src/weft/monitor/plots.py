@@ -86,9 +86,10 @@ def _short(loss: float) -> str:
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:
-    """Compute a centered moving average of `reach` values to each side, and fewer at the ends, so that it does not lag.
+    """Compute a centered moving average over `reach` values to each side.
 
-    Non-finite values are skipped. The result is nan if no value is left.
+    Near the start, both sides are shorter; near the end, only the right one. Non-finite values are skipped. An average
+    without finite values is nan.
     """
     sums, counts = [0.0], [0]
     for value in values:
@@ -193,7 +194,7 @@ class GridSample:
         picture: (3, height, width), 0 to 255.
         wave, rate: audio samples, and their number per second.
         bands: (bands, frames).
-        text: parts of the text with their weights in the loss; a part with weight 0 is context and not trained.
+        text: parts of the text with their weights in the loss. Weight 0: context, not trained; below 0: not wanted.
     """
 
     title: str

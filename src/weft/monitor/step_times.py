@@ -298,7 +298,7 @@ class TimeBook:
         self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
 
     def typical(self) -> dict[str, float]:
-        """Return the seconds of a step by kind: the mean over the last steps, except the run's first step."""
+        """Return the seconds of a step by kind: the mean over the last 200 steps, except the run's first step."""
         steps = [*self._steps]
         if self.num_steps == len(steps) and len(steps) > 1:
             steps = steps[1:]
@@ -306,7 +306,10 @@ class TimeBook:
         return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by kind. "host" is the time that belongs to no other kind; "total" is the sum."""
+        """Return the seconds by kind. "total" is the time from `start` to `stop`, or until now.
+
+        "host" is the time that belongs to no other kind.
+        """
         total = self._total if self._total is not None else time.perf_counter() - self._began
         known = sum(seconds for kind, seconds in self._seconds.items() if kind != "host")
         return {**self._seconds, "host": max(0.0, total - known), "total": total}

@@ -90,7 +90,10 @@ class StragglerWatch:
         return events
 
     def lag(self, rank: int) -> float | None:
-        """Return the median ratio of a rank's last steps to its peers' own work, or None with too few steps."""
+        """Return the median ratio of a rank's time to its peers' time over the last steps, or None with too few steps.
+
+        The times are those of own work. A rank without peers is compared to its usual time.
+        """
         ratios = self._ranks[rank].ratios
         return statistics.median(ratios) if len(ratios) >= _LEAST else None
 

@@ -24,12 +24,15 @@ _PATIENCE_S = 0.3
 
 
 def is_live(stream: TextIO) -> bool:
-    """Return True if the stream is an interactive terminal with cursor control."""
+    """Return True if the stream is a terminal with cursor control, and this is no CI job."""
     return stream.isatty() and not env.is_ci() and env.get("TERM") != "dumb"
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Return the terminal's width minus one, because some terminals wrap full lines; None for other streams."""
+    """Return the terminal's width minus one, but at least 20, or None if the stream is not a terminal.
+
+    One column is left free, because some terminals wrap full lines.
+    """
     try:
         return max(20, os.get_terminal_size(stream.fileno()).columns - 1) if stream.isatty() else None
     except (OSError, ValueError):
@@ -39,12 +42,12 @@ def columns_of(stream: TextIO) -> int | None:
 def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
     """Return `text` with each line wrapped at spaces.
 
-    A token longer than a line is not split, so that a path can be copied.
+    A word longer than a line is not split, so that a path can be copied.
 
     Args:
         text: one line or more.
         width: columns of a line, or None for no wrapping.
-        indent: columns before a continued line.
+        indent: columns before a continued line, at most half of `width`.
     """
     if width is None:
         return text
@@ -65,7 +68,10 @@ def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve of at most `width` block characters, each for a mean of values. Non-finite values are skipped."""
+    """Return a curve of at most `width` block characters, each for the mean of consecutive finite values.
+
+    Return "" if no value is finite.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -80,7 +86,9 @@ def print_wrapped(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLU
     """Print lines, each wrapped if `stream` is a terminal.
 
     Args:
-        stream, lines, indent: the output, the lines, and the columns before a continued line.
+        stream: where to print.
+        lines: lines of text.
+        indent: columns before a continued line.
     """
     width = columns_of(stream)
     print("\n".join(wrapped(line, width, indent) for line in lines), file=stream, flush=True)
@@ -88,9 +96,10 @@ def print_wrapped(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLU
 
 @contextlib.contextmanager
 def busy(stream: TextIO | None, text: str) -> Iterator[None]:
-    """Show `text` and the elapsed seconds on a separate terminal line within the block, and erase it afterwards.
+    """Show `text` and the elapsed seconds on a terminal line while the `with` block runs, and erase it afterwards.
 
-    Nothing else may write to the terminal in the meantime. Other streams show nothing.
+    Nothing else may write to the terminal in the meantime. Nothing is shown in the first 0.3 s, or if `stream` is None
+    or not a live terminal (`is_live`).
     """
     if stream is None or not is_live(stream):
         yield
@@ -122,10 +131,10 @@ def _draw_busy(stream: TextIO, text: str, done: threading.Event) -> None:
 
 
 class LastingStream:
-    """Forwards text to a stream, and drops it once the stream is closed.
+    """Forwards text to a stream until a write fails, and drops all later text.
 
-    A closed terminal or pipe does not end a run, because its metrics are in events.jsonl too. Characters that the
-    stream cannot encode become '?'.
+    So a closed terminal or pipe does not end a run, whose metrics are in events.jsonl too. Characters that the stream
+    cannot encode become '?'.
     """
 
     def __init__(self, stream: TextIO):
@@ -134,7 +143,7 @@ class LastingStream:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        """Write a text if the stream is open, and return its length."""
+        """Write a text, unless a write has failed before, and return its length in any case."""
         if not self._gone:
             try:
                 self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
@@ -143,7 +152,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if it is open."""
+        """Flush the stream, unless a write has failed before."""
         if not self._gone:
             try:
                 self._stream.flush()

@@ -30,7 +30,7 @@ _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def most_connections() -> int:
-    """Return the number of connections that this process's limit of file descriptors permits."""
+    """Return the maximum number of connections: 1,000, or fewer by the limit of file descriptors, but at least 16."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft - _RESERVED))
 
@@ -120,7 +120,7 @@ class CountedListener(socket.socket):
 
 
 def protocol_of(connections: Connections) -> type[H11Protocol]:
-    """Return uvicorn's HTTP protocol class, extended to report to `connections` when it waits for the client."""
+    """Return uvicorn's HTTP protocol class, which reports to `connections` when it waits for a client or works."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
@@ -209,7 +209,10 @@ class GuessLimit:
         self._of_all: deque[float] = deque(maxlen=_OF_ALL)
 
     def wait_s(self, address: str) -> float:
-        """Return the seconds that this address must wait before its next guess, 0 if none."""
+        """Return the seconds that this address must wait before its next guess, 0 if none.
+
+        It may have to wait for its own wrong tokens, or because there were too many from all addresses.
+        """
         now, known = self._clock(), self._wrong.get(_network(address))
         wait = self._of_all[0] + _WINDOW_S - now if len(self._of_all) == _OF_ALL else 0.0
         if known is not None and known.count >= _FREE and now - known.last < _REMEMBERED_S:

@@ -31,7 +31,10 @@ class BoundedSeries:
         self.last: tuple[float, float, float, str, str] | None = None
 
     def add(self, step: float, time: float, reading: tuple[float, float, float], at: tuple[str, str]) -> None:
-        """Add a reading (minimum, median, maximum), and the names of the ranks with the minimum and the maximum."""
+        """Add a reading (minimum, median, maximum), and the names of the ranks with the minimum and the maximum.
+
+        Readings with a value that is not finite, or has a magnitude of 1e200 or more, are ignored.
+        """
         low, middle, high = reading
         if not all(math.isfinite(one) and abs(one) < _GREATEST for one in reading):
             return
@@ -47,7 +50,7 @@ class BoundedSeries:
         self._inside += 1
 
     def picture(self) -> dict[str, list[float]]:
-        """Return columns: step, time, low, mean, high."""
+        """Return the columns step, time, low, mean and high. Step and time are of the last reading in a bucket."""
         return {
             "step": [row[0] for row in self._rows],
             "time": [round(row[1], 1) for row in self._rows],
@@ -115,7 +118,7 @@ class RankHeat:
         return list(self._steps), np.where(silent, 0, scaled).astype(np.uint8)
 
     def slowest(self) -> tuple[int, float] | None:
-        """Return the rank with the largest median ratio over the newest columns, and that ratio.
+        """Return the rank with the largest median ratio over the newest eight columns, and that ratio.
 
         Return None for less than two ranks, or if there are no columns.
         """
@@ -153,7 +156,12 @@ _LONGEST = 64 * 2**20
 
 
 class LogTail:
-    """Returns the complete lines that were appended to a log since the last call."""
+    """Reads a log in chunks, and returns the complete lines that were appended since the last call.
+
+    Attributes:
+        offset, size: position up to which the file was read, and its size, in bytes.
+        trouble: reason why the file cannot be read, or "".
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -164,7 +172,7 @@ class LogTail:
         self._rest = b""
 
     def changed(self) -> bool:
-        """Return True if there is new data to read, or the file was replaced."""
+        """Return True if there is new data to read, or if a file that was read has been replaced or is unreadable."""
         try:
             found = os.stat(self.path)
         except OSError as error:
@@ -174,7 +182,10 @@ class LogTail:
         return found.st_size != self.offset or found.st_ino != self._file
 
     def read(self, limit: int = PIECE) -> tuple[list[bytes], bool]:
-        """Return the lines of the next chunk, and True if the file was replaced, which makes earlier lines invalid."""
+        """Return the lines of the next chunk, and True if the lines returned earlier are no longer valid.
+
+        This is so if the file was replaced, became shorter, or cannot be read. Lines above 64 MiB are dropped.
+        """
         try:
             with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())
@@ -263,7 +274,7 @@ class StepColumns:
         return np.full(self._count, np.nan, np.float32) if found is None else found[: self._count]
 
     def last(self, name: str) -> float | None:
-        """Return the newest finite value, or None if the last rows have no such value."""
+        """Return the newest finite value in the last 200 rows, or None."""
         found = self._values.get(name)
         if found is None:
             return None
@@ -318,7 +329,8 @@ class StepColumns:
 def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[float | None], list[float | None]]:
     """Return (mean, minimum, maximum) of at most `points` buckets of equal numbers of rows.
 
-    A bucket without finite values is None. Non-finite values are skipped; the page marks them from the events.
+    Non-finite values are skipped. A bucket without finite values is None. If there are at most `points` rows, all three
+    are the same list.
     """
     edges = bucket_edges(len(values), points)
     if len(edges) == len(values):
@@ -378,7 +390,10 @@ _NO_MARKS = frozenset({"step", "eval", "figures", "plan", "actual", "resume"})
 
 
 class Marks:
-    """The newest marks of a run, each {"id", "kind", "time", "step", "level", "text"}."""
+    """The newest events for users, each as {"id", "kind", "time", "step", "level", "text"}.
+
+    `counts` has the number of all of them, by kind.
+    """
 
     def __init__(self) -> None:
         self._kept: deque[dict[str, Any]] = deque(maxlen=_MOST)
@@ -389,7 +404,7 @@ class Marks:
         return iter(self._kept)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Add an event as a mark, if it is of a kind that users read."""
+        """Add an event, unless its kind is not listed for users."""
         kind = str(event.get("event", "")) or "note"
         if kind in _NO_MARKS:
             return

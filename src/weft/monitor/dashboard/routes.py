@@ -124,7 +124,10 @@ def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, A
 
 
 def heat(run: RunIndex) -> dict[str, Any]:
-    """Return each rank's busy time relative to the median rank, as base64 bytes (ranks x steps)."""
+    """Return each rank's busy time relative to the median rank, as base64 bytes (ranks x columns of steps).
+
+    Above 4,096 ranks, a row is the maximum of a group of adjacent ranks.
+    """
     with run.lock:
         steps, picture = run.heat.picture()
         slowest = run.heat.slowest()
@@ -149,7 +152,10 @@ def marks(run: RunIndex) -> list[dict[str, Any]]:
 
 
 def config_of(run: RunIndex) -> dict[str, str]:
-    """Return a run's settings by dotted name, and its machine. Values that look like secrets are hidden."""
+    """Return a run's settings by dotted name, and its machine, versions, data digests and profiler files.
+
+    Values that look like secrets are hidden.
+    """
     with run.lock:
         start = run.start
     found: dict[str, str] = {}
@@ -165,7 +171,7 @@ def config_of(run: RunIndex) -> dict[str, str]:
 
 
 def profile_files(folder: Path) -> list[Path]:
-    """Return the files that `train.profile` wrote, links excluded."""
+    """Return the first 100 files that `train.profile` wrote, links excluded."""
     with contextlib.suppress(OSError):
         return sorted(file for file in (folder / "profile").iterdir() if file.is_file() and not file.is_symlink())[:100]
     return []
@@ -261,7 +267,7 @@ class Page:
         shelf: catalog of the runs.
         access: access rules.
         price: price of one device, for the cost of runs.
-        go_on: continues the paused run of a folder. If None, the page has no button for it.
+        go_on: continues the paused run of a folder. If None, requests to resume are answered with the command for it.
         most_streams: maximum number of open pages with live updates.
     """
 
@@ -327,7 +333,7 @@ class Page:
         return Response(found, media_type=kind, headers={"cache-control": "no-cache"})
 
     async def runs(self, request: Request) -> Response:
-        """Serve a summary of each run, and the sum of their ledgers."""
+        """Serve a summary of each run, the price of a device, and the names of the causes of time."""
         return JSONResponse(await asyncio.to_thread(self.all_runs))
 
     def all_runs(self) -> dict[str, Any]:
@@ -451,7 +457,7 @@ class Page:
 
 
 def make_app(page: Page) -> Starlette:
-    """Return the server's application."""
+    """Return the Starlette application that serves a page's routes, with access checks and compression."""
     return Starlette(
         routes=page.routes(),
         middleware=[Middleware(Guard, access=page.access), Middleware(GZipMiddleware, minimum_size=2000)],

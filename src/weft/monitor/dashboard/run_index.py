@@ -87,7 +87,10 @@ class RunState:
         return float(np.median(finite)) if len(finite) else None
 
     def state(self, now: float | None = None) -> tuple[str, str]:
-        """Return the state and its reason: running, starting, silent, held, failed, stopped or finished."""
+        """Return (state, reason): running, starting, silent, held, failed, stopped or finished; "" without a reason.
+
+        A run is silent if its last event is older than 90 s and than ten steps. now: current time (s since 1970).
+        """
         if self._state in ("running", "starting"):
             quiet = (time.time() if now is None else now) - self.last_time
             if quiet > max(_SILENT_S, _SILENT_STEPS * (self.step_s() or 0.0)):
@@ -95,7 +98,7 @@ class RunState:
         return self._state, self._reason
 
     def feed(self, events: Sequence[dict[str, Any]], *, with_ledger: bool = True) -> None:
-        """Add events."""
+        """Add events, in order. with_ledger: whether `ledger` gets them too."""
         if with_ledger:
             self.ledger.feed_all(events)
         batch: list[dict[str, Any]] = []
@@ -191,7 +194,10 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """Lines read by `RunIndex.fetch`. `void`: the log was replaced. `old`: lines of a long log's beginning."""
+    """Lines read by `RunIndex.fetch`. `old`: lines of a long log, read from its beginning in the background.
+
+    `void`, `old_void`: True if the lines read before are no longer valid, because the log was replaced.
+    """
 
     lines: list[bytes]
     void: bool = False
@@ -201,7 +207,9 @@ class _Fetched:
 
 
 class RunIndex(RunState):
-    """Reads a run's events.jsonl once, and then the appended lines. All methods are thread-safe.
+    """Reads a run's events.jsonl once, and then the appended lines.
+
+    One thread calls `refresh`, or `fetch` and `take`. Other threads hold `lock` while they read the state.
 
     For a long log, the beginning and the end are read first, so that the newest step is shown immediately. The rest is
     read into a second state in the background, which then replaces the first.
@@ -226,7 +234,7 @@ class RunIndex(RunState):
     def fetch(self) -> _Fetched | None:
         """Read and return the next chunk, or None if nothing is new. Called from one thread.
 
-        It changes the position in the log and nothing else.
+        It advances the positions in the files, and does not change the run's state.
 
         All file system access is in this method, so that the lock is not held during a call that hangs.
         """
@@ -277,7 +285,7 @@ class RunIndex(RunState):
                 self.version += 1
 
     def _new_measured(self) -> dict[str, Any] | None:
-        """Return the run's measured.json, or None if it is unchanged since the last call."""
+        """Return the values of the run's measured.json, {} if unreadable, or None if unchanged since the last call."""
         path = self.folder / "measured.json"
         try:
             written = path.stat().st_mtime_ns
@@ -319,10 +327,10 @@ _MOST_RUNS = 500
 
 
 class RunCatalog:
-    """The runs of a folder: the folder itself, or runs up to two levels below it.
+    """The runs of a folder: the folder itself, or the newest 500 runs up to two levels below it.
 
     Raises:
-        ConfigError: if there is no run.
+        ConfigError: if there is no run, or if the folder does not answer within 2 s.
     """
 
     def __init__(self, root: Path):
@@ -381,7 +389,10 @@ class RunCatalog:
             return [(math.inf, one) for one in known if folder in (one, *one.parents)]
 
     def refresh(self) -> bool:
-        """Read a chunk of each run's log, the requested run first, and return True if there was anything new."""
+        """Read the log of the run that `get` returned last to its end, then a chunk of each other log.
+
+        Return True if there was anything new.
+        """
         runs = dict(self._runs)
         wanted = runs.pop(self._is_expected or "", None)
         changed = False

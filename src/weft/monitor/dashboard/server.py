@@ -52,7 +52,7 @@ class AccessRules:
             to this server (DNS rebinding).
         token: required from clients; with None every client that reaches the address has access.
         secure: True with TLS.
-        csrf: a secret of the server's page.
+        csrf: a secret that the server's page contains and sends back with its requests.
         guesses: counts wrong tokens.
     """
 
@@ -75,7 +75,7 @@ class AccessRules:
         return (text.rpartition(":")[0] if text.count(":") == 1 else text) in self.hosts
 
     def knows_origin(self, headers: Mapping[str, str]) -> bool:
-        """Return True if a request comes from this server's page, or has no Origin header."""
+        """Return False if the Origin or Sec-Fetch-Site header shows that a page of another server sent the request."""
         site = headers.get("sec-fetch-site")
         if site is not None and site not in ("same-origin", "none"):
             return False
@@ -104,7 +104,7 @@ def read_token(path: Path) -> str:
     """Return the token in a file. A missing file is created, readable by its owner only.
 
     Raises:
-        ConfigError: if the token is too short, or others may read the file.
+        ConfigError: if the token is too short, if others may read the file, or if it cannot be read or created.
     """
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -146,7 +146,10 @@ class Guard:
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request or reject it. In both cases the response gets the security headers."""
+        """Forward the HTTP request or reject it. In both cases the response gets the security headers.
+
+        Lifespan events are forwarded too. Other protocols, such as WebSockets, are ignored.
+        """
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
@@ -234,7 +237,7 @@ class Serving:
         """Return the access rules. If other machines can connect, a token and TLS are required.
 
         Raises:
-            ConfigError: if the token, TLS or a file is missing.
+            ConfigError: if the token, TLS or a file is missing, or as from `read_token`.
         """
         files = {"--tls-cert": self.certificate, "--tls-key": self.key}
         for option, path in files.items():

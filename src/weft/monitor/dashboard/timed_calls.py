@@ -30,6 +30,8 @@ class TimedCalls:
     def call(self, key: str, act: Callable[[], _T]) -> _T:
         """Run `act` with the time limit, and return its value or raise its error.
 
+        If an earlier call with this key was late and is over now, its result is returned instead.
+
         Args:
             key: name of the resource. While a call with this key is late, no other call with it is started.
             act: the function to call.

@@ -30,8 +30,10 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
     """Show a run, or all runs of a folder, until Ctrl-C. If the output is not a terminal, show them once.
 
     Args:
-        root, terminal: a run folder or folder of run folders, and the output.
-        once, price: show once and return; price of one device.
+        root: a run folder, or a folder of run folders.
+        terminal: the output.
+        once: whether to show the runs once and return.
+        price: price of one device.
 
     Raises:
         ConfigError: if there is no run.
@@ -57,7 +59,9 @@ def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: boo
     """Print the runs of a folder as a table, and how their time was spent.
 
     Args:
-        root, out, price: a run folder or folder of run folders, the output, and the price of one device.
+        root: a run folder, or a folder of run folders.
+        out: the output.
+        price: price of one device.
         as_json: whether to print one JSON value with the state, metrics and time of each run.
 
     Raises:
@@ -82,7 +86,7 @@ def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: boo
 def comparison(folders: Sequence[Path]) -> dict[str, list[Any]]:
     """Return metrics by name. Each is a list of the runs' values, in the order of the folders.
 
-    Losses are also compared at the last step that all runs have done.
+    Losses are also compared at the last step that all runs have done. Of a folder with several runs, the newest counts.
 
     Raises:
         ConfigError: if a folder has no run.

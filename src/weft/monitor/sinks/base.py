@@ -34,7 +34,7 @@ def secret_of(reference: str | None, key: str) -> str | None:
     """Return the secret of env:NAME or file:PATH, or None for None.
 
     Raises:
-        ConfigError: if the secret is missing, empty or more than one line.
+        ConfigError: if the secret is missing, unreadable, empty, or has line breaks or other control characters.
     """
     if reference is None:
         return None
@@ -75,7 +75,7 @@ def http_address_of(reference: str, key: str) -> tuple[str, str | None]:
     Error messages do not contain the URL.
 
     Raises:
-        ConfigError: if it is not an http or https URL.
+        ConfigError: if it is not an http or https URL in ASCII, has blanks or a fragment, or as from `address_of`.
     """
     url = address_of(reference, key)
     shown = reference if reference.startswith(("env:", "file:")) else "..."
@@ -107,7 +107,7 @@ class SinkJob:
     """Inputs of a sink.
 
     Attributes:
-        settings: its table in the config.
+        settings: the sink's table in the config.
         folder, run: the run's folder and name.
         config: the run's config as JSON values.
         kept: the sink's state for the next start, such as the id of its run; it is saved after each batch.
@@ -121,7 +121,10 @@ class SinkJob:
 
 
 class MetricSink:
-    """Base class of all sinks. A sink is called from one thread. If `is_current`, it does not get past events."""
+    """Base class of all sinks. A sink is called from one thread.
+
+    If `is_current`, the sink shows only newest values: at its start, it gets no events before the log's last 1 MiB.
+    """
 
     is_current = False
 
@@ -141,7 +144,11 @@ class MetricSink:
 
 
 def flat(reading: MetricReading) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) pairs for trackers: "phase_s/forward/median" over ranks, "loss" of the run."""
+    """Yield (name, value) pairs for trackers.
+
+    A metric of the run has one, such as "loss". A metric over ranks or machines has three, such as
+    "phase_s/forward/min", "phase_s/forward/median" and "phase_s/forward/max".
+    """
     name = _UNFIT.sub("_", f"{reading.name}/{reading.label}" if reading.label else reading.name)
     if reading.at_low or reading.at_high:
         yield from ((f"{name}/{end}", value) for end, value in
@@ -156,7 +163,7 @@ def flat_values(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a config's values by dotted key."""
+    """Yield (dotted key, value) for each value of a nested config."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flat_config(value, f"{prefix}{key}.")
@@ -236,7 +243,7 @@ class Poster:
         """Return the poster of a sink with a URL.
 
         Raises:
-            ConfigError: if a secret is missing, or if the URL is not an http or https URL.
+            ConfigError: if a secret is missing or has characters beyond ASCII, or if the URL is no http or https URL.
         """
         key = f"sink {settings.name or settings.kind}"
         assert settings.url is not None
@@ -255,17 +262,17 @@ class Poster:
     def post(
         self, path: str, body: bytes | Mapping[str, Any] | None, *, method: str = "POST", kind: str = "application/json"
     ) -> Any:
-        """Send a request and return the JSON of the response, or None if it is empty.
+        """Send a request and return the JSON value of the response, or None if the response is empty or no JSON.
 
         Args:
-            path: relative to the server's URL.
-            body: bytes, or a table sent as JSON.
+            path: appended to the server's URL.
+            body: bytes, a mapping sent as JSON, or None for a request without a body.
             method: HTTP method.
             kind: the body's media type.
 
         Raises:
-            SinkTrouble: if the server is unreachable, slow, or rejects it. Its `status` is the HTTP status, or 0
-                without a response.
+            SinkTrouble: if the server is unreachable, does not answer in time, or answers with an error. In the last
+                case, its attribute `status` is the HTTP status.
         """
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {**self._headers, "Content-Type": kind, "User-Agent": "weft"}
@@ -324,5 +331,5 @@ def _reason(error: Exception) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text without line breaks and other control characters."""
+    """Return a text as one line: control characters and runs of blanks become single spaces."""
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())

@@ -19,7 +19,7 @@ _PUSH_S = 5.0
 
 
 class NewestMetrics:
-    """The newest reading of each series of a run, and its text for Prometheus. Thread-safe."""
+    """Newest value of each metric of a run, per label, and their text for Prometheus. Thread-safe."""
 
     def __init__(self, run: str):
         self._run = run
@@ -28,7 +28,7 @@ class NewestMetrics:
         self._failures: set[float] = set()  # times of the events, since an event may come twice
 
     def see(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Add events."""
+        """Store the metrics of events. A failure event that comes twice is counted once."""
         found = [reading for event in events for reading in readings(event)]
         with self._lock:
             for reading in found:
@@ -39,7 +39,7 @@ class NewestMetrics:
                 self._newest[reading.name, reading.label] = reading
 
     def text(self) -> str:
-        """Return all series in the text format, version 0.0.4."""
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
         with self._lock:
             newest = dict(self._newest)
         lines: list[str] = []
@@ -62,7 +62,11 @@ class NewestMetrics:
 
 
 class ScrapedSink(MetricSink):
-    """Sink that serves the newest metrics at /metrics."""
+    """Sink that serves the newest metrics at /metrics.
+
+    Raises:
+        SinkTrouble: if it cannot listen on the host and port of the settings.
+    """
 
     is_current = True
 
@@ -79,7 +83,7 @@ class ScrapedSink(MetricSink):
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
+        """Port on which the server listens."""
         return self._server.server_address[1]
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -93,7 +97,7 @@ class ScrapedSink(MetricSink):
 
 
 class PushedSink(MetricSink):
-    """Sink that pushes the newest metrics to a gateway, at most every few seconds."""
+    """Sink that pushes the newest metrics to a gateway, at most every 5 s, and when it is closed."""
 
     is_current = True
 
@@ -105,13 +109,13 @@ class PushedSink(MetricSink):
         self._pushed = -math.inf
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Store the newest metrics, and push them if the last push was long enough ago."""
+        """Store the newest metrics, and push them if the last push was at least 5 s ago."""
         self._metrics.see(events)
         if time.monotonic() - self._pushed >= _PUSH_S:
             self._push()
 
     def close(self) -> None:
-        """Send the newest metrics a last time."""
+        """Push the newest metrics a last time."""
         self._push()
 
     def _push(self) -> None:

@@ -34,7 +34,11 @@ class EventFollower:
         self.offset = offset
 
     def read(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the next events and the offset after them. Set `offset` to it to continue."""
+        """Return the next events and the offset after them. Set `offset` to it to continue.
+
+        A call reads at most 256 KiB, or one longer line. Lines that are no JSON object are skipped. If the file is
+        shorter than `offset`, it is read from its start.
+        """
         try:
             with open(self._path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -50,7 +54,7 @@ class EventFollower:
         return [event for line in text[:end].splitlines() if (event := _parsed(line)) is not None], start + end
 
     def skip_to_tail(self, num_bytes: int) -> None:
-        """Move to the last `num_bytes`."""
+        """Move `offset` forward to the first line that begins in the last `num_bytes`."""
         try:
             size = self._path.stat().st_size
         except OSError:
@@ -69,7 +73,7 @@ class Pump(threading.Thread):
         name: the sink's name.
         make: creates the sink; retried if it fails.
         job: inputs of the sink. `kept` is filled with its stored state.
-        notify: called with a line for the user when the sink becomes unreachable or is back.
+        notify: called with a line for the user when the sink becomes unreachable, is back, or fails when it is closed.
         pause_s: first pause between retries.
     """
 
@@ -102,7 +106,7 @@ class Pump(threading.Thread):
         self._end.set()
 
     def run(self) -> None:
-        """Send until `finish`. This is the thread's main function."""
+        """Send events, with retries, until all are sent after `finish`. This is the thread's main function."""
         pause_s = self._first_pause_s
         while True:
             asked_to_end = self._end.is_set()
@@ -162,7 +166,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _keep(path: Path, state: Mapping[str, Any]) -> None:
-    """Save the state. On a full disk it is not saved, and the next start may send some events twice."""
+    """Save the state. If this fails, for example on a full disk, the next start may send some events twice."""
     try:
         path.parent.mkdir(exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")

@@ -26,7 +26,7 @@ def make_sink(job: SinkJob) -> MetricSink:
     """Return the sink for a job.
 
     Raises:
-        WeftError: if a package or a secret is missing.
+        WeftError: if a package or a secret is missing, or if a URL is invalid.
         SinkTrouble: if it cannot start now.
     """
     return named_object(SINKS[job.settings.kind])(job)
