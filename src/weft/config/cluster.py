@@ -252,7 +252,7 @@ class ClusterSpec:
         """Read a TOML file in the form of `from_mapping`.
 
         Raises:
-            ConfigError: if the file cannot be read, or as in `from_mapping`.
+            ConfigError: if the file cannot be read or is not valid TOML, or as in `from_mapping`.
         """
         try:
             table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
@@ -347,7 +347,7 @@ def _described(text: str) -> DeviceSpec:
 
 
 def described_clusters(description: str, clusters: str | None) -> str:
-    """Return clusters with the name of a described device replaced by its description; for None, one such device.
+    """Return `clusters` with the described device's name replaced by its description; None means one such device.
 
     Raises:
         ConfigError: if the description cannot be read, or no cluster uses it.

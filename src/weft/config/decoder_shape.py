@@ -30,8 +30,8 @@ class DecoderSpec:
         max_seq_len: longest sequence; the size of the position table in the gpt2 family.
         tied: the output head shares the embedding's weight.
         rope_theta: base of the rotary frequencies (llama family).
-        rope_scale: factor by which the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192
-            tokens; 1 leaves them unchanged.
+        rope_scale: factor by which the wavelengths of low rotary frequencies are stretched, as Llama 3.1 does from a
+            context of 8192 tokens; 1 leaves them unchanged.
         norm_eps: added to the mean square (or the variance) inside the norms.
         num_experts: experts of a mixture-of-experts layer, each a SwiGLU (llama family); 0 for a dense model.
         top_k: experts per token.

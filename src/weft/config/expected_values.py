@@ -141,12 +141,12 @@ def _child(node: Node, part: str | int) -> Node | None:
 
 
 def types_of(node: Node | None) -> list[object]:
-    """Return the JSON types that a key accepts, without null."""
+    """Return the JSON types that a key's schema accepts, without null. None stands for an unknown type."""
     return [branch.get("type") for branch in _branches(node or {})]
 
 
 def wrong_value(path: KeyPath, value: object) -> str:
-    """Return the message for a value that its key does not accept."""
+    """Return the message for a value that its key does not accept, or for the key if it is unknown."""
     node = node_at(path)
     if node is None:
         return unknown_key(path)
@@ -260,7 +260,7 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
 
 
 def first_line(table: KeyPath, name: str = "") -> str:
-    """Return an example line of TOML for a key that is required in a table."""
+    """Return an example line of TOML for the key `name` of a table, by default the table's first required key."""
     node = node_at(table) or {}
     name = name or cast(list[str], node.get("required", ["key"]))[0]
     examples = cast(list[object], keys_of(node).get(name, {}).get("examples", ["..."]))

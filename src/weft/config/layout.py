@@ -149,7 +149,7 @@ class Layout:
         """Read the text form.
 
         Raises:
-            LayoutError: for an item that is not pattern=style.
+            LayoutError: for an item that is not pattern=style, or as in `Layout`.
         """
         pairs: list[tuple[str, str]] = []
         for word in text.split():
@@ -168,7 +168,7 @@ class Layout:
         `weft layout MODEL --save` writes such files, in which '#' starts a comment.
 
         Raises:
-            LayoutError: for a file that cannot be read, or an item that is not pattern=style.
+            LayoutError: for a file that cannot be read, or as in `parse`.
         """
         text = str(source)
         if "=" in text and not Path(text).is_file():

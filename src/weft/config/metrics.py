@@ -24,8 +24,8 @@ class MetricSpec:
     Attributes:
         name: dotted, as in conditions and events.
         unit: "s", "bytes", "ratio", ... or "" for a plain number.
-        label: what distinguishes its series, such as "phase", or "" for a single series.
-        owner: the described object (`Owner`).
+        label: name of the label that tells its values apart, such as "phase", or "" for a single value.
+        owner: what the metric describes: "run", "rank" or "host".
         grows: True for a total that only increases during a run.
         worse: the bad direction, or "".
     """
@@ -55,12 +55,12 @@ class MetricSpec:
 
 
 def series(name: str, label: str = "") -> str:
-    """Return the name of one series: "step_s" or "phase_s{forward}"."""
+    """Return a metric's name with its label, such as "phase_s{forward}", or without a label, such as "step_s"."""
     return f"{name}{{{label}}}" if label else name
 
 
 def split_series(text: str) -> tuple[str, str]:
-    """Return (name, label) of a series' name such as "phase_s{forward}"; the label may be "".
+    """Return (name, label) of a text such as "phase_s{forward}"; the label may be "".
 
     Raises:
         ValueError: if the text is neither `name` nor `name{label}`.
@@ -191,11 +191,12 @@ class Series:
 class Compare:
     """A metric compared with a number.
 
-    For ranks and machines the worst series is compared: largest for ">", smallest for "<".
+    Of a metric over ranks or machines, the largest value is compared for ">", and the smallest for "<".
 
     Attributes:
         of: "" compares with a value, "plan" with a multiple of the planned value, "median" with a multiple of the
-            median over the span `over`, "sigma" with the deviation from that median.
+            median over the span `over`, "sigma" with the median of that span's newest values, plus (for "<": minus) a
+            multiple of the deviation.
         hold: time for which the comparison must be true.
     """
 

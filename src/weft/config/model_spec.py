@@ -30,7 +30,7 @@ class DecoderWidths:
         learned_positions: rows of the position table (0: rotary or no positions).
         num_experts, top_k, expert_ffn: sizes of the layers with experts.
         shared_ffn: width of the shared experts, which every token uses.
-        dense_layers: number of layers without experts.
+        dense_layers: number of layers without experts in a model with experts, else 0.
         window: tokens that a windowed layer attends to (0: all).
         windowed_layers: number of layers with the window.
         q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: not latent).
@@ -262,7 +262,7 @@ def _mixtral(dim: int, num_layers: int, num_heads: int, ffn_dim: int, vocab_size
 
 
 def named_sizes() -> tuple[NamedSize, ...]:
-    """Return every built-in size, smallest first."""
+    """Return every built-in size, Weft's own small ones first."""
     tiny_moe = replace(
         _llama(256, 6, 8, 4, 512, 4096, 1024), tied=True, num_experts=8, expert_ffn_dim=256, num_shared_experts=1
     )
@@ -303,7 +303,7 @@ def named_sizes() -> tuple[NamedSize, ...]:
 
 
 def model_names() -> tuple[str, ...]:
-    """Return the names of the sizes, small ones first."""
+    """Return the names of the built-in sizes, in the order of `named_sizes`."""
     return tuple(size.name for size in named_sizes())
 
 

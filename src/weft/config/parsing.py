@@ -26,7 +26,11 @@ def dotted(path: KeyPath) -> str:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """Return a value as TOML text, on one line and truncated to `limit` characters."""
+    """Return a value as one line of text for messages, truncated to `limit` characters.
+
+    Values are written as in TOML, but a string without quotes unless it is empty or has unprintable characters. User
+    info and queries of URLs are hidden.
+    """
     text = _plain_toml(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -242,7 +246,9 @@ DEFAULT = "default"
 
 
 def origin_of(origins: Mapping[str, str], keys: Sequence[str], fallback: str = "") -> str:
-    """Return the origin of the first of these dotted keys that was set, itself or by its table; else `fallback`.
+    """Return the origin of the first of these dotted keys that was set, or `fallback` if none was.
+
+    A key counts as set if itself, a table around it, or a key inside it was set.
 
     Args:
         origins: dotted key -> origin.

@@ -123,7 +123,8 @@ def divide_layers(
 ) -> tuple[int, ...]:
     """Return the number of layers per stage (at least one) that minimizes the cost of the most expensive stage.
 
-    Among equally good divisions, later stages get more layers, because they hold fewer activations.
+    Among equally good divisions, later stages get more layers, because they hold fewer activations. Then layers move to
+    a cheaper neighboring stage while this balances the two.
 
     Args:
         costs: cost of each layer, in any unit.
@@ -199,7 +200,9 @@ def _evened(
 def divide_by_rank(
     num_layers: int, stages: Sequence[Sequence[int]], *, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """Divide identical layers among stages to minimize the load of the busiest rank, if ranks hold several stages.
+    """Return the number of identical layers per stage that minimizes the load of the busiest rank.
+
+    A rank may hold several stages.
 
     The bound on the load is found by bisection, and ranks are filled up to it (the classic linear partition). Stages
     are counted from the embedding. Every stage holds at least one layer if there are enough.

@@ -295,7 +295,7 @@ class Schedule:
         return stages_of(self.name, self.num_ranks, self.virtual_stages, rank)
 
     def in_flight(self, rank: int) -> int:
-        """Return the maximum number of forwards whose activations the rank holds together, per stage and microbatch.
+        """Return the maximum number of forwards (of one microbatch on one stage) whose activations the rank holds.
 
         Divide it by `virtual_stages` for a number of microbatches. Activations are freed by W, or by the full backward.
         """
@@ -389,7 +389,7 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def makes(action: Action) -> tuple[Action, ...]:
-    """Return the actions (F and B) whose outputs this action computes: itself, or B and W for BW."""
+    """Return the actions that this action performs: itself, or B and W for BW."""
     if action.kind != "BW":
         return (action,)
     return action._replace(kind="B"), action._replace(kind="W")

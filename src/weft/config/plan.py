@@ -308,7 +308,11 @@ class Plan:
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], world_size: int | None = None) -> Plan:
-        """Read a table such as `[plan]` in TOML: {"dp_shard": 4, "tp": 2}. Values may be text."""
+        """Read a table such as `[plan]` in TOML: {"dp_shard": 4, "tp": 2}. Values may be text.
+
+        Raises:
+            PlanError: as in `parse`.
+        """
         return cls._close(table, world_size)
 
     @classmethod

@@ -128,7 +128,7 @@ def recomputes_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[str]:
 
 
 def orders_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str, ...]]:
-    """Yield other orders of the axes in use: all orders of up to three axes, else those with two neighbors swapped."""
+    """Yield orders of the axes in use: all orders of up to three axes, else those with two neighbors swapped."""
     now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
     if len(now) <= 3:
         yield from itertools.permutations(now)

@@ -127,8 +127,7 @@ class Integer(Kind):
 class PassCount(Integer):
     """Number of microbatches of a step.
 
-    The planner has no column for this field. It stores `microbatches` (pp > 1) or `accumulation` as
-    `num_micro`.
+    The planner has one column `num_micro` for `microbatches` (pp > 1) or `accumulation`, and none for this field.
     """
 
     dtype: str = ""
@@ -225,7 +224,7 @@ class Compression(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPolicy(OneOf):
-    """When gathered parameters are freed. The first name may have the number of ranks that share secondary shards."""
+    """When gathered parameters are freed. The first name may have a number of ranks, as in "after_forward:8"."""
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
@@ -323,7 +322,7 @@ class PolicyOrBudget(Kind):
         return tuple(PlanColumn(*column) for column in columns)
 
     def encode(self, value: Any) -> tuple[float, ...]:
-        """Return (policy, number of blocks or 0 for all, bytes): inf for no budget, below 1 for a fraction."""
+        """Return (index of policy, blocks or 0 for all, budget): bytes, or a fraction below 1, or inf for no budget."""
         policy, _, blocks = str(value).partition(":")
         if policy in self.known:
             return self.known.index(policy), int(blocks or 0), math.inf

@@ -395,7 +395,7 @@ class RunConfig(Section):
 
     @property
     def full_optimizer(self) -> OptimizerSection:
-        """The optimizer's settings, with LoRA+'s learning rate of B as the last group."""
+        """The optimizer's settings. For LoRA+, a last group with the learning rate of the B matrices is added."""
         own, ratio = self.optimizer, self.adapter.lora_plus_ratio
         if ratio == 1:
             return own

@@ -413,7 +413,7 @@ class OptimizerSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_name(cls, values: Any) -> Any:
-        """Replace a short name by settings."""
+        """Replace a short name of OPTIMIZER_NAMES by its settings. Settings that are given too take precedence."""
         if not isinstance(values, dict):
             return values
         table = cast(dict[str, Any], values)
@@ -423,7 +423,7 @@ class OptimizerSection(Section):
 
     @property
     def is_foreign(self) -> bool:
-        """Return True for a user's optimizer class."""
+        """True for an optimizer class that is given as package.module:Class."""
         return ":" in self.name
 
 
@@ -473,7 +473,10 @@ _SHORT = 8
 
 
 def holds_secret(url: str) -> bool:
-    """Return True if a URL may contain a secret: user info, a query, a listed service, or an unreadable path."""
+    """Return True if a URL may contain a secret.
+
+    This is so if it has user info, a query or an unreadable path, or belongs to a service whose URLs are secrets.
+    """
     match = _URL.fullmatch(url)
     if match is None:
         return False
@@ -481,7 +484,7 @@ def holds_secret(url: str) -> bool:
 
 
 def hide_secret(url: str) -> str:
-    """Return a URL without user info, path and query if it may contain a secret, else the full URL."""
+    """Return a URL with its user info and query, and its path if that may be a secret, replaced by "(hidden)"."""
     match = _URL.fullmatch(url)
     if match is None or not holds_secret(url):
         return url

@@ -101,7 +101,7 @@ class TracedAttention:
     cut: bool = False
 
     def flops(self, batch: Any, seq: Any, t: Any, c: Any) -> Any:
-        """Return the FLOPs of forward on one rank. A causal mask halves the scores.
+        """Return the FLOPs of forward on one rank. A causal mask halves them.
 
         Args:
             batch, seq, t: sequences, tokens of each on this rank, and tensor-parallel ranks.
@@ -292,7 +292,7 @@ class TracedModel:
         return total
 
     def weight_flops(self, batch: Any, seq: Any) -> Any:
-        """Return the FLOPs of weight gradients in backward, including the head."""
+        """Return the FLOPs of weight gradients in backward, including the head. Batched matmuls are not counted."""
         total = 2.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):
             total = total + layer.count * sum(

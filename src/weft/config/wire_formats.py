@@ -55,7 +55,7 @@ class WireSpec:
         return values + -(-numel // self.block) * self.block_bytes if self.block_bytes else values
 
     def copy_bytes(self, own_bytes: float = 4.0) -> float:
-        """Return bytes per value of the encoded copy that exists while a gradient is being sent, or 0."""
+        """Return bytes per value of the encoded copy while a gradient is being sent; 0 if it is sent as in memory."""
         many = 1 << 20
         return self.num_bytes(many, own_bytes) / many if self.element_bytes else 0.0
 
@@ -75,7 +75,10 @@ def register(wire: WireSpec) -> WireSpec:
 
 
 def wire_spec(name: str) -> WireSpec:
-    """Return the wire format of a name, including GATHERS and with parameters (`powersgd:4`, `top:0.02`)."""
+    """Return the wire format of a name, which may be one of GATHERS except "none".
+
+    A format with a new parameter, such as `powersgd:4` or `top:0.02`, is registered.
+    """
     if name not in _KNOWN and (rank := rank_of(name)) is not None:
         register(_low_rank(rank))
     if name not in _KNOWN and num_values_sent(name) is not None:

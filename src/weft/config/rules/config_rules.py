@@ -199,7 +199,7 @@ def _layout_problem(config: RunConfig) -> str:
 
 
 def _set_by_model_path(config: RunConfig) -> list[str]:
-    """Return the settings that have a value although the folder of model.path decides them."""
+    """Return the settings that differ from their defaults although the folder of model.path decides them."""
     usual = RunConfig()
     free = ("model.path", "model.balance", "model.balance_rate", "model.vocab_size", "tokenizer.add_tokens")
     tables = (("model", config.model, usual.model), ("tokenizer", config.tokenizer, usual.tokenizer))
@@ -488,7 +488,9 @@ def config_problems(
     world_size: int | None = None,
     device: DeviceSpec | None = None,
 ) -> list[Problem]:
-    """Return a problem for every rule that a config breaks: rules for keys, for the model's shape, and for the plan.
+    """Return a problem for every rule that a config breaks.
+
+    The rules are about keys, the model's shape, alerts, channels and sinks, and the plan.
 
     Args:
         config: the config, with defaults instead of rejected values.
