@@ -95,7 +95,7 @@ def version() -> None:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Errors are printed on stderr without a traceback."""
+    """Run one command line and return its exit code. Expected errors are printed on stderr, others are raised."""
     args = list(args) or ["--help"]
     if args == ["--version"]:
         args = ["version"]

@@ -27,7 +27,10 @@ ONE_HELP = f"{RUN_HELP} RUN@120 is its step 120; without @STEP, the newest intac
 
 
 def root_of(word: str | Location) -> Location:
-    """Return the folder of checkpoints that an argument names. Raise ConfigError if it does not exist."""
+    """Return the folder of checkpoints that an argument names.
+
+    Raise ConfigError if it does not exist or contains no checkpoint.
+    """
     word = located(word)
     if not word.is_dir():
         if isinstance(word, StorePath) and not word.bucket.exists():
@@ -185,7 +188,11 @@ def contents_text(found: list[ShownTensor]) -> list[str]:
 
 
 def retained_steps(root: Location, every: int) -> set[int]:
-    """Return multiples of `every`, the newest step with a finite loss, and the step with the best loss."""
+    """Return the saved steps that pruning must keep.
+
+    They are multiples of `every` (0: none), the newest step whose weights had a finite loss, and the best step that the
+    newest readable checkpoint records.
+    """
     saved = settled_steps(root)
     spared = {step for step in saved if every and step % every == 0}
     states = {}

@@ -67,7 +67,7 @@ class Inspection:
 
     @property
     def newest_complete(self) -> CheckedCheckpoint | None:
-        """The checkpoint from which a run would resume."""
+        """The newest valid checkpoint, from which a run would resume, or None."""
         return next((one for one in reversed(self.verdicts) if one.verdict == "whole"), None)
 
     @property
@@ -184,7 +184,7 @@ class NumbersDiffer:
 
     @property
     def relative(self) -> float:
-        """The largest difference relative to the largest magnitude."""
+        """`largest` divided by `scale`; inf if `scale` is 0."""
         return self.largest / self.scale if self.scale else math.inf
 
     @property

@@ -24,7 +24,7 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
     """Print the outcome of every key. Write the config to `out`, or print it if `out` is None.
 
     If stdout is not a terminal, outcomes are printed as TOML comments, so that stdout can be redirected to a config
-    file. as_json: print JSON instead.
+    file. as_json: print JSON instead. Raise ConfigError if `out` exists or cannot be written.
     """
     config = imported.config()
     run = config.run.model_copy(update={"name": run_name(out or Path(imported.name)) or config.run.name})

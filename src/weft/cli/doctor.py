@@ -57,7 +57,10 @@ def examine(section: str, check: Check) -> list[CheckLine]:
 
 
 def gpus() -> Iterator[CheckLine]:
-    """Yield the driver and, for each GPU, name, memory, power limit, PCIe link, active NVLinks."""
+    """Yield lines for the driver, each GPU (name, memory, power limit, PCIe link, active NVLinks), cores and settings.
+
+    Without a driver, only one line tells that there is none.
+    """
     import pynvml
     import torch
 
@@ -191,7 +194,7 @@ def memory() -> Iterator[CheckLine]:
 
 
 def disks() -> Iterator[CheckLine]:
-    """Yield free space and write speed of the folders for runs and tokenised data."""
+    """Yield free space of the disks for runs and tokenised data, and the speed of writing a temporary file there."""
     for name, folder in (("disk for runs", Path.cwd()), ("disk for data", env.cache_dir())):
         yield _disk(name, folder)
 
@@ -340,7 +343,7 @@ _DISTRIBUTION, _STRANGER = "weft-train", "weft"
 
 
 def namesake() -> Iterator[CheckLine]:
-    """Check that no other distribution provides `import weft` or the `weft` command."""
+    """Yield a warning if the distribution `weft` is installed, which has the same import and command as Weft."""
     try:
         found = metadata.metadata(_STRANGER)
     except metadata.PackageNotFoundError:
@@ -524,7 +527,7 @@ def report() -> list[CheckLine]:
 
 
 def text(lines: Iterable[CheckLine], plain: bool = False) -> str:
-    """Return the report for users, grouped by section."""
+    """Return the report for users, grouped by section. plain: without colours."""
     rows: list[str] = []
     section = ""
     for line in lines:

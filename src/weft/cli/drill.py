@@ -69,7 +69,7 @@ def chosen(words: str, num_ranks: int) -> list[str]:
     """Return the kinds of fault of --faults, or by default all that work with this number of ranks.
 
     Raises:
-        ConfigError: for an unknown fault.
+        ConfigError: for an unknown fault, or one that needs two ranks if there is only one.
     """
     if not words:
         return [kind for kind in KINDS if num_ranks > 1 or kind not in NEED_TWO_RANKS]
@@ -98,7 +98,7 @@ class DrillRow:
     """Result of one fault. Times are in seconds since the fault, or None if the event did not occur.
 
     Attributes:
-        detected_s: time until the run reported the fault.
+        detected_s: time until the run reported the fault, or the command failed.
         back_s: time until the first step that was not done before the fault.
         steps_lost: steps that were done twice.
         state: begins with "equal" if the last checkpoint equals the undisturbed run's, else the difference.

@@ -109,7 +109,9 @@ def _new_folder(out: Path) -> Generator[Path]:
 
 
 def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
-    """Write files with Hugging Face's names, with an index if there are several. Return the dtype of the first tensor.
+    """Write files with Hugging Face's names, with an index if there are several.
+
+    Return the safetensors dtype of the first written tensor, or "" without tensors.
 
     Args:
         tensors: names and tensors in order. Those of one file are in memory at the same time.
@@ -147,7 +149,10 @@ def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, d
 
 
 def converted(block: RawArray, dtype: str | None) -> RawArray:
-    """Return a tensor with floating-point values rounded to `dtype`. Integers are unchanged."""
+    """Return an F64, F32, F16 or BF16 tensor converted to `dtype`, or unchanged if `dtype` is None.
+
+    Tensors of other dtypes are unchanged.
+    """
     wanted = None if dtype is None else DTYPES[dtype]
     if wanted is None or wanted == block.dtype or block.dtype not in ("F64", "F32", "F16", "BF16"):
         return block

@@ -302,10 +302,11 @@ def _answer_several_clusters(
 
 
 def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:
-    """Return the model to plan for. Write it to `save` if it was traced.
+    """Return the model to plan for.
 
     User code is traced, and a config with a task is described by the task. A size, a folder or a saved model is read.
-    The config of a text decoder is returned as its file name. Only tracing needs torch.
+    The config of a text decoder is returned as its file name. Only tracing needs torch. A traced model is written to
+    `save`, and other models raise ConfigError if `save` is given. For a config with a task, `save` is ignored.
     """
     if note := size_hides(model):
         print_line(note)

@@ -71,7 +71,7 @@ def _table(texts: Sequence[str], numbers: Sequence[str], last: str) -> Table:
 
 
 def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: float | None) -> None:
-    """Print all results."""
+    """Print all results as text. top: number of plans to list. hour_price: dollars per device and hour, or None."""
     console = _console()
     _heading(console, found.answer)
     if found.scenarios:  # requested variants are printed before the results of the unchanged query

@@ -132,7 +132,10 @@ def compare(
 
 
 def first_start(run: Path) -> dict[str, Any]:
-    """Return the context of the run's first start from its events. Raise ConfigError if it was never started."""
+    """Return the "start" event of the run's first start. Raise ConfigError if there is none.
+
+    If an older version of Weft began the run, this is the first start whose event has the config.
+    """
     from weft.monitor.events import read_events
 
     if not run.is_dir():

@@ -1,4 +1,4 @@
-"""`weft watch`: the dashboard. `weft alerts`: list alerts and metric series, and replay alerts on a run's events."""
+"""`weft watch`: the dashboard. `weft alerts`: list alerts and metrics, and replay alerts on a run's events."""
 
 from __future__ import annotations
 

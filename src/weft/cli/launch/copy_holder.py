@@ -28,7 +28,8 @@ _LOOK_S = 0.05
 def copy_home(place: env.RankEnv) -> CopyHome | None:
     """Return this host's copy storage for a rank of torchrun, starting its process if needed.
 
-    Return None for other ranks, and if the process cannot be reached within `_START_S`.
+    Return None if torchrun did not start this rank, on systems without pidfd_open, or if the process cannot be reached
+    within `_START_S`.
     """
     if place.starter != "torchrun" or not env.get("TORCHELASTIC_RUN_ID") or not hasattr(os, "pidfd_open"):
         return None

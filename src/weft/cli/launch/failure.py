@@ -32,6 +32,7 @@ class Failure:
         exit_code: exit code of the process; negative for the number of the signal that ended it.
         kind: name of the exception's type, or "" if the rank left no record.
         expected: whether the error is a WeftError, whose message suffices without a traceback.
+        lost_peer: whether the error indicates that another rank has ended.
         when: seconds since the epoch.
         first_bad: first bad step of a run that halted, counted from 1.
         in_data: whether the data of `step` caused the exception.

@@ -81,7 +81,10 @@ class ForkServer:
         self._loaded: dict[str, Any] | None = None
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
-        """Start the ranks as forks, as in `Starter.start`."""
+        """Start the ranks as forks, as in `Starter.start`; by `instead` if the server cannot fork or was killed.
+
+        Raises OSError if the server could not start a rank.
+        """
         if not self._is_fit():
             return self._instead.start(ranks)
         self._send({"ranks": {str(rank): dict(variables) for rank, variables in ranks.items()}})
@@ -94,7 +97,10 @@ class ForkServer:
         return _Forks({int(rank): pid for rank, pid in said["pids"].items()}, self)
 
     def prepare(self, asked: Preparation) -> RunFolder:
-        """Prepare the run, as in `Starter.prepare`: in a fork of the server if preparation needs torch."""
+        """Prepare the run, as in `Starter.prepare`.
+
+        If preparation needs torch and the server can fork, this happens in a fork of it, else by `instead`.
+        """
         if not asked.loads_torch or not self._is_fit():
             return self._instead.prepare(asked)
         self._send({"prepare": asked.written()})
@@ -311,7 +317,7 @@ class _Server:
         return int(port)
 
     def _let_go(self) -> None:
-        """Reap ended processes. Called when the launcher sends no more signals to them."""
+        """End the store's process and wait for all children. Called when the launcher sends them no more signals."""
         if self._store is not None:
             os.close(self._store[1])
             self._store = None

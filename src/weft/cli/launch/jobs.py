@@ -33,10 +33,14 @@ class JobAsked:
     Attributes:
         train: arguments of `weft train`: the config file and settings.
         events: the run's event log, relative to workdir.
+        nodes, ranks: number of machines, and of ranks on each.
         time_s: the scheduler's time limit for one job, or None.
         warn_s: time before the limit at which the run saves and stops.
         workdir: folder on storage that all machines share.
         head: name of the first machine, or None.
+        port: port of the rendezvous on the first machine.
+        array: number of tasks of a SLURM job array, or None to requeue the job instead.
+        gpu, claim: kind of GPU (SkyPilot), and volume to mount at workdir (Kubernetes, SkyPilot).
     """
 
     name: str
@@ -58,7 +62,7 @@ class JobAsked:
 
     @property
     def label(self) -> str:
-        """The name in Kubernetes' format: at most 50 lower-case letters, digits and dashes."""
+        """The name in Kubernetes' format: at most 55 lower-case letters, digits and dashes, beginning with a letter."""
         plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:50].strip("-")
         return plain if plain[:1].isalpha() else f"weft-{plain}".strip("-")
 
@@ -92,7 +96,7 @@ class JobAsked:
         ]
 
     def entering(self) -> list[str]:
-        """Lines of a shell script that enter the shared folder and the environment."""
+        """Return lines of a shell script that enter the shared folder and activate the virtual environment, if any."""
         lines = [f"cd {shlex.quote(self.workdir)}"]
         return lines if self.venv is None else [*lines, f"source {shlex.quote(f'{self.venv}/bin/activate')}"]
 
@@ -103,7 +107,7 @@ def shell_line(words: Sequence[str]) -> str:
 
 
 def check_asked(config: RunConfig, job: JobAsked) -> None:
-    """Raise ConfigError or PlanError if the config does not fit the machines."""
+    """Raise ConfigError or PlanError if the config does not fit the machines or the time limit."""
     world_size, launch = job.nodes * job.ranks, config.launch
     if launch.replicas_apart and launch.replica is None:
         raise ConfigError(

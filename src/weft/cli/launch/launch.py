@@ -41,7 +41,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: boo
         of_one_replica: whether this machine starts only one replica of the plan.
 
     Raises:
-        LaunchError: if the machine has too few devices.
+        LaunchError: if the machine has too few devices, or launch.ranks is not the number that the plan needs.
         PlanError: if a '*' does not divide evenly.
     """
     device, wanted = config.launch.device, config.launch.ranks

@@ -94,7 +94,7 @@ class Replicas:
         self._meet_at, self._key = "", secrets.token_hex(32)
 
     def run(self) -> int:
-        """Start all replicas, and return the exit code once the last has ended.
+        """Start all replicas, and return the exit code once the last has ended, or if the first one could not prepare.
 
         Raises:
             Stopped: if a signal stopped the run before all replicas could save.

@@ -59,7 +59,7 @@ class Restarts:
 
         Raises:
             RankFailed: if the failure would recur or the config stops at it, or no restart is left.
-            PlanError: if no plan exists for the remaining ranks.
+            PlanError: if no plan exists for the first number of ranks, or for any smaller one from launch.min_ranks on.
         """
         ranks, config = self.num_ranks, self.config
         while True:

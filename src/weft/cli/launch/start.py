@@ -154,7 +154,9 @@ class Preparation:
         return bool(self.config.model.path or self.config.task.name)
 
     def prepare_locally(self) -> RunFolder:
-        """Prepare the run in this process: choose the plan if it is "auto", and write the run folder.
+        """Prepare the run in this process.
+
+        Download the hub files that the config names, choose the plan if it is "auto", and write the run folder.
 
         Raises:
             WeftError: the subclass for the problem.
@@ -210,7 +212,7 @@ def outcome(answer: Mapping[str, Any] | None, exit_code: int) -> RunFolder:
         exit_code: exit code of that process, negative for the number of a signal.
 
     Raises:
-        WeftError: the error of the other process.
+        WeftError, BrokenPipeError: the error of the other process.
         LaunchError: if a signal ended it.
         SystemExit: for another failure, which the process has printed on standard error.
     """

@@ -111,7 +111,11 @@ class Switchboard:
 
 @contextmanager
 def switchboard(settings: bytes = b"", lock: int | None = None) -> Generator[Switchboard]:
-    """Open a switchboard for the duration of a block."""
+    """Open a `Switchboard` for the duration of a `with` block.
+
+    Raises:
+        LaunchError: if no socket can be opened.
+    """
     try:
         board = Switchboard(settings, lock)
     except OSError as error:
@@ -126,7 +130,10 @@ def switchboard(settings: bytes = b"", lock: int | None = None) -> Generator[Swi
 
 
 class LauncherLine:
-    """Rank's side of the connection, with the launcher's settings. It holds the received lock until it exits."""
+    """Rank's side of the connection. `settings` are the bytes that the launcher sent.
+
+    The rank holds the launcher's lock until its process ends.
+    """
 
     def __init__(self, address: str):
         self._call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
