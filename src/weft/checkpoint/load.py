@@ -150,7 +150,10 @@ class Checkpoint:
         return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
-        """Return one rank's tensors of a group that has separate tensors per rank, by name; {} if it has nothing."""
+        """Return one rank's tensors of a group that has separate tensors per rank, by name; {} if it has nothing.
+
+        If a single rank wrote the checkpoint, return all tensors of the group.
+        """
         if group in self._manifest.tensors:  # a checkpoint that one rank wrote
             return self.tensors(group)
         file = shard_name(group, rank)
@@ -205,7 +208,7 @@ def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = Fals
 def verify_checkpoint(
     path: Location, *, digests: bool = True, together: RankGroup = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
-    """Return a sentence for each of the first problems of a checkpoint, or [] if it is intact.
+    """Return the first problems of a checkpoint, at most 8, as one sentence each, or [] if it is intact.
 
     Args:
         path: folder of a step.

@@ -19,7 +19,7 @@ _MOST = 2**48
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a tensor, and the ranks that have its elements. All slices of a tensor together cover it."""
+    """A part of a tensor, and in `deal` the ranks that have its elements. All slices of a tensor together cover it."""
 
     part: Part
     deal: OwnershipMap
@@ -53,7 +53,7 @@ class RankLists:
 
 
 def read_slices(said: Any, shape: tuple[int, ...], tables: RankLists) -> tuple[Slice, ...]:
-    """Parse and check slices from untrusted JSON. Raises ValueError, TypeError, KeyError if it is not valid."""
+    """Parse and check slices from untrusted JSON. Raises ValueError, TypeError or KeyError if they are not valid."""
     if not isinstance(said, list) or not said:
         raise ValueError("not a list of slices")
     return tuple(_read(one, shape, tables) for one in said)

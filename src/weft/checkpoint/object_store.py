@@ -234,7 +234,7 @@ _READ_AHEAD = 4 * 2**20
 
 
 class StoreTarget:
-    """A prefix of an object store."""
+    """`Target` for checkpoints below a prefix of an object store. It has no locks."""
 
     def __init__(self, root: StorePath):
         self._root = root

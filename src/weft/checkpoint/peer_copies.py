@@ -150,7 +150,7 @@ def received(call: socket.socket, size: int) -> bytearray:
 
 
 def received_size(call: socket.socket) -> int:
-    """Return the length prefix of the next bytes."""
+    """Read a length prefix from a connection, and return the number of bytes that follow."""
     return PIECE.unpack(received(call, PIECE.size))[0]
 
 
@@ -176,7 +176,8 @@ class CopyFiles:
     """Files on several servers, with the API of fsspec's file systems. Arguments as of `copies_at`.
 
     Names are keys such as "run/step_00000012/COMMIT". Folders are the prefixes of names. Writing raises OSError if a
-    server that stores the file is lost, and reading if no other server has the file. Other methods ignore lost servers.
+    server that stores the file is lost. Reading raises FileNotFoundError if no server has the file, or another OSError
+    if a lost server may have it. Other methods ignore lost servers.
     """
 
     def __init__(self, homes: Sequence[CopyHome], own: int):

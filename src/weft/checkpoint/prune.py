@@ -21,7 +21,7 @@ def prune_checkpoints(
     whole: int | None = None,
     delete: bool = True,
 ) -> list[Location]:
-    """Delete old checkpoints and return their paths.
+    """Delete old checkpoints, and return the paths of those that had COMMIT.
 
     The newest `keep` intact checkpoints stay. A damaged one does not count, and stays until `keep` intact ones are
     newer. A checkpoint that is being read stays until the next call. Folders without COMMIT that are older than the
@@ -33,8 +33,8 @@ def prune_checkpoints(
         keep: number of intact checkpoints to keep, at least 1.
         best_step: a step to keep, or None.
         spared: other steps to keep.
-        whole: a step that was just written and need not be verified. For older steps only sizes and headers are then
-            verified. If None, all bytes are verified.
+        whole: a step that was just written and need not be verified. Of older steps only sizes and headers are then
+            verified, of newer steps all bytes. If None, all bytes of all steps are verified.
         delete: if False, return the paths without deleting them.
 
     Raises:
@@ -84,7 +84,9 @@ def _doomed(
 
 
 def set_aside(root: Location, chosen: Callable[[StepFolder], bool]) -> list[Location]:
-    """Rename checkpoints so that Weft neither reads nor deletes them, and return the new paths.
+    """Rename the checkpoints for which `chosen` is true, so that Weft neither reads nor deletes them.
+
+    Return the new paths.
 
     Raises CheckpointError if another process is saving there, or a checkpoint cannot be moved.
     """

@@ -21,7 +21,10 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """Memory layout of a box of the full array. `offset` is the memory position of its first element."""
+    """Memory layout of a box of the full array. `offset` is the position of the box's first element in memory.
+
+    Positions and strides are in elements.
+    """
 
     box: Box
     offset: int
@@ -164,9 +167,10 @@ class OwnershipMap:
         return self.ranks[number * self.times + (rest // self.share + self.turn) % self.times]
 
     def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (rank, from, to) for each rank's slice that overlaps a range of the part. It may exceed the range.
+        """Yield (rank, from, to) for each rank's slice that overlaps a range of the part.
 
-        start, end: the range of the part, with `end` excluded.
+        A slice is given in full, also if it extends beyond the range. start, end: the range, with `end` excluded.
+        numel: number of elements of the part.
         """
         position = start
         while position < end:

@@ -47,7 +47,10 @@ def copy_part(full: np.ndarray, part: Part, start: int, out: memoryview) -> None
 
 
 class SliceReader:
-    """Reads flat slices of one checkpoint's tensors. `num_bytes` counts the bytes of tensors that were read."""
+    """Reads flat slices of one checkpoint's tensors. `num_bytes` counts the bytes of tensors that were read.
+
+    While the reader exists, pruning does not delete the checkpoint, if its target supports that.
+    """
 
     def __init__(self, folder: Location, files: Mapping[str, FileEntry]):
         self._folder, self._files = folder, files
@@ -114,7 +117,7 @@ class _Source:
         self._width = DTYPE_BYTES[entry.dtype]
 
     def copy_line(self, target: np.ndarray, start: int, end: int) -> None:
-        """Copy a range of the part, if the requested part equals the stored part."""
+        """Copy elements `start` to `end` of the stored part into `target`. The requested part must be the same part."""
         for rank, low, high in self._ownership.runs(start, end, self._numel):
             first, last = max(low, start), min(high, end)
             file, offset = self._locate(rank, high - low)
@@ -191,7 +194,7 @@ class _Source:
 
 
 def read_bytes(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:
-    """Return all bytes of a tensor, row-major."""
+    """Return all bytes of a tensor, row-major. `read` fills a buffer with the elements of a part."""
     data = bytearray(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype])
     if data:
         read(Part(entry.shape), memoryview(data))

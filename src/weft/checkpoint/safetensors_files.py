@@ -70,7 +70,10 @@ class RawArray:
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32) if self.dtype == "BF16" else values
 
     def largest(self) -> float:
-        """Return the largest magnitude, or nan if a value is nan; 0 for arrays without floats."""
+        """Return the largest magnitude, or nan if a value is nan.
+
+        Return 0 for empty arrays, and for dtypes other than F64, F32, F16 and BF16.
+        """
         if self.dtype not in ("F64", "F32", "F16", "BF16") or not math.prod(self.shape):
             return 0.0
         values = self.values()
@@ -375,7 +378,7 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 def open_tensors(path: Location, framework: str = "pt") -> Any:
     """Return an open file with the methods of `safe_open`. A local file is memory-mapped; an object is read by ranges.
 
-    Raises CheckpointError if the file is not in the format.
+    Raises CheckpointError if the file is not in the format, or cannot be opened.
     """
     if not isinstance(path, Path):
         return _RangedTensors(path)
@@ -436,7 +439,7 @@ def unheard(num_bytes: int) -> None:
 
 
 def sha256_of(path: Location, report: Callable[[int], None] = unheard) -> str:
-    """Return the digest of a file. `report` is called with the size of each chunk."""
+    """Return the SHA-256 of a file in hexadecimal. `report` is called with the number of bytes of each chunk."""
     digest, offset = hashlib.sha256(), 0
     with contextlib.closing(target_at(path.parent).open(path)) as file:
         piece = memoryview(bytearray(file.chunk_bytes))

@@ -64,8 +64,6 @@ def save_checkpoint(
     """Save one step durably and return its folder, `<root>/step_00000120`.
 
     One process saves. The caller synchronizes the other ranks.
-    Raises CheckpointError if a value cannot be stored or the disk is too full. Earlier checkpoints are then unchanged,
-    and no partial files remain.
 
     Args:
         root: the folder of the steps' folders, which is created if it is missing.
@@ -73,7 +71,11 @@ def save_checkpoint(
             device, have any strides, and share memory. A tensor under two names is written once and loaded as one.
         state: JSON values. Floats, including inf and nan, are restored exactly. Tuples are restored as lists.
         max_file_bytes: size limit of a file. A larger tensor has a separate file.
-        look: called with all values as they are written. It may abort the save.
+        look: called with all values as they are written. It may abort the save by raising UnfitError.
+
+    Raises:
+        CheckpointError: if a value cannot be stored, the disk is too full, or another process is saving there. Earlier
+            checkpoints are then unchanged, and no partial files remain.
     """
     root = located(root)
     # Keep a reference to every tensor: a mapping that creates tensors on access could reuse the address of another.
@@ -164,7 +166,7 @@ def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
 def require_space(root: Location, needed: int) -> None:
     """Check that the target has enough free space and can be written to.
 
-    Raises CheckpointError if fewer than `needed` bytes are free, or nothing can be written.
+    Raises CheckpointError if fewer than `needed` bytes are free, or if a test object cannot be written to a store.
     """
     try:
         free = target_at(root).free_bytes()
@@ -200,7 +202,10 @@ def _write(
 
 
 def publish(root: Location, step: int, place: Location, manifest: bytes) -> Location:
-    """Turn a folder of fully written files into the checkpoint of its step, and return its final path."""
+    """Turn a folder of fully written files into the checkpoint of its step, and return its final path.
+
+    An earlier checkpoint of the step is replaced. If COMMIT cannot be written, the folder is deleted.
+    """
     target = target_at(root)
     settled = target.finalize(step, place)
     try:
@@ -323,14 +328,15 @@ def save_slices(
     Args:
         root: the folder of the steps' folders, shared by all ranks.
         step: number of the step.
+        pieces: the slices that this rank writes.
         state: JSON values, as in `save_checkpoint`. Rank 0's are saved.
         together: the ranks.
         groups: groups that the checkpoint has even if they are empty.
-        look: called with all values as they are written. It may abort the save.
+        look: called with all values as they are written. It may abort the save by raising UnfitError.
 
     Raises:
         CheckpointError: on all ranks if one cannot write. Earlier checkpoints are then unchanged.
-        UnfitError: on all ranks if `look` raises it.
+        UnfitError: on all ranks if `look` raises it on one.
     """
     members: dict[str, dict[str, SavedSlice]] = {group: {} for group in groups}
     for piece in pieces:
@@ -420,7 +426,8 @@ class _Saving:
     def _bind(self, place: Location, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
         """Commit or discard the files of all ranks. Runs on the first rank.
 
-        Returns the folder's name, or the reason why the values are unfit.
+        Return {"name": folder name}, or {"unfit": reason} if `look` rejected the values on a rank. Raise
+        CheckpointError if a rank could not write its files.
         """
         try:
             with disk_errors_as_checkpoint_errors(self._root, self._step):

@@ -154,7 +154,7 @@ _STRETCH_BYTES = 16 * 2**20
 
 
 class FolderTarget:
-    """A folder of a file system that all ranks share."""
+    """`Target` for checkpoints in a folder of a file system that all ranks share."""
 
     def __init__(self, root: Path):
         self._root = root
