@@ -109,7 +109,7 @@ class Activations:
             one.open()
 
     def call(self, part: nn.Module) -> None:
-        """Keep parameters and buffers on the device, for a submodule of the current block that is being called."""
+        """Keep the parameters and buffers of `part`, which the current block is about to call, on the device."""
         if self._open and (one := self._open[-1]) is not None:
             one.keep(part)
 
@@ -149,7 +149,10 @@ class _Pass:
         self.hooks.__enter__()
 
     def close(self) -> None:
-        """End the block's forward: release the device tensors that have been copied to the host."""
+        """End the block's forward, and release the device tensors that are copied to the host.
+
+        Raises ModelError if forward changed one of these tensors in place.
+        """
         assert self.hooks is not None
         self.hooks.__exit__(None, None, None)
         known, self._known, self.hooks, self._compiled = self._known, {}, None, None

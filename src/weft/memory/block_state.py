@@ -34,7 +34,7 @@ class BlockState:
         return cls(block) if calls < _WATCHED_CALLS or getattr(block, "_weft_keeps_state", False) else None
 
     def compare(self, buffers: Sequence[str]) -> None:
-        """Check which attributes a forward changed.
+        """Count a call to the block, and record whether its forward changed attributes.
 
         Args:
             buffers: names of buffers that may change.
@@ -55,7 +55,7 @@ class BlockState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the recorded attributes, if forwards change them, inside the context, then the current ones."""
+        """Set the recorded attributes inside the context, if forwards change any, and the current ones on exit."""
         if not getattr(self._block, "_weft_keeps_state", False):
             yield
             return
@@ -118,7 +118,7 @@ def _set_attributes(attributes: _Attributes) -> None:
 
 @contextlib.contextmanager
 def spare_attributes(block: nn.Module) -> Iterator[None]:
-    """On exit, restore the attributes of a block and its modules, with the contents of lists and dicts."""
+    """Restore the attributes of a block and its modules on exit, with the contents of lists, dicts and sets."""
     before = _attributes(block)
     try:
         yield

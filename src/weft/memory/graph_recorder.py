@@ -62,7 +62,7 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, act: Callable[[], T], what: str, *, apart: bool = False) -> Recording[T]:
-        """Record a CUDA graph. The host waits for the device once.
+        """Record a CUDA graph, and replay it once. The host waits for the device before it records.
 
         Args:
             act: function that launches the work.

@@ -128,7 +128,7 @@ def host_limit(setting: str = MOST_OF_HOST) -> int:
     `setting` is a size ("64GiB"), or a share of the memory of the machine or container ("60%").
 
     Raises:
-        LaunchError: if the size exceeds the memory.
+        LaunchError: if the setting is the full memory or more.
     """
     total = psutil.virtual_memory().total
     if _CGROUP_LIMIT.exists() and (text := _CGROUP_LIMIT.read_text().strip()).isdigit():
@@ -336,7 +336,7 @@ class HostPart:
         self._brought = None
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradient on the host."""
+        """Wait for the copies, and multiply the gradient on the host."""
         self.wait()
         self.grad.mul_(factor)
 
@@ -380,7 +380,8 @@ class _Started:
 def step_on_host(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer with parameters on the host use torch's fused kernels, unless the user chose others.
 
-    By default torch takes its slowest path if one parameter is not on a GPU.
+    By default torch takes its slowest path if one parameter is not on a GPU. Optimizers of other classes than those in
+    `FUSED_ON_CPU` are not changed.
     """
     if type(optimizer) not in FUSED_ON_CPU:
         return

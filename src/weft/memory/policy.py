@@ -199,7 +199,10 @@ class Policy:
 
 
 def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call `forward(block, *args, **kwargs)` under a policy."""
+    """Call `forward(block, *args, **kwargs)` under a policy.
+
+    Empty key-value caches among the arguments are replaced with None, and use_cache with False.
+    """
     # Applies to every policy: if blocks share a cache, it is no longer empty for the next block.
     args, kwargs = [without_cache(value) for value in args], {k: without_cache(v) for k, v in kwargs.items()}
     if "use_cache" in kwargs:
@@ -242,7 +245,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
 
 
 def state_of(block: nn.Module) -> AbstractContextManager[Any]:
-    """Return the context in which the current forward can be repeated later with the same result."""
+    """Return a context for a later recomputation of the current forward, with the same random numbers."""
     state = getattr(block, "_weft_travels", None)
     return nullcontext() if state is None else state.travelling()
 
@@ -290,9 +293,10 @@ def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequen
 
 
 def without_cache(value: Any) -> Any:
-    """Replace an empty key-value cache with None: recomputing a block would add to it twice.
+    """Return None for an empty key-value cache, and any other value unchanged.
 
-    Hugging Face models create one in every training forward unless use_cache=False is set.
+    Recomputing a block would add to the cache twice. Hugging Face models create an empty cache in every training
+    forward unless use_cache=False is set.
 
     Raises:
         ModelError: if the cache already holds tokens.

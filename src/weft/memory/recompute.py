@@ -52,7 +52,9 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
         axis: ranks that run the same blocks and choose equal policies under a budget; None for this rank alone.
 
     Raises:
-        ModelError: if a block's forward was already replaced, or recompute=full is used without repeated blocks.
+        ModelError: if a block's forward was already replaced, or if recompute=full is used without repeated blocks and
+            without a pipeline.
+        PlanError: if the plan sets the number of blocks to recompute, and there are no repeated blocks.
     """
     for module in model.modules():
         revert(module, _RecomputedModel)
@@ -82,7 +84,10 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
 
 
 def _called_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks. A block that is never called is replaced by its called submodules."""
+    """Return the repeated blocks. A container that is not called itself is replaced by its children with parameters.
+
+    This is not checked for models of transformers and Weft, and for models that cannot run on the meta device.
+    """
     found = repeated_blocks(model)
     is_known = hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
     order = None if is_known or not found else dry_run.call_order(model)
@@ -176,7 +181,7 @@ class Recompute:
         )
 
     def at_once(self, block: nn.Module) -> Policy | None:
-        """Return the block's policy if it does not depend on a trace, else None."""
+        """Choose and return the block's policy if it does not depend on a trace, else return None."""
         if self.policy != "full" or next(block.buffers(), None) is not None:
             return None
         policy = Policy("full")
@@ -233,7 +238,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """In the model's first forward, count the bytes saved outside blocks. Then choose policies."""
+        """Count the bytes that the model's first forward saves outside blocks, and choose the policies on exit."""
         parameters = storages_of(list(model.parameters()))
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

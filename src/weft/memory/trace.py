@@ -80,7 +80,9 @@ class BlockTrace:
         return Policy(name, frozenset(self._needed()) if name == "selective" else frozenset(), self.buffers)
 
     def options(self, output_bytes: int = 0) -> list[PolicyCost]:
-        """Return policies from most to least saved bytes: none, attention, selective with ever fewer operations, full.
+        """Return the costs of policies: none, attention, selective with ever fewer saved operations, full.
+
+        Attention is omitted if it saves no memory, and selective if forward computes a gradient.
 
         `output_bytes` is the size of the block's outputs that backward needs and that nothing else keeps alive.
         """
@@ -114,9 +116,9 @@ def num_bytes(storages: Storages) -> int:
 
 
 def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockTrace:
-    """Run a block on its next inputs, and record the tensors that autograd saves.
+    """Run a block twice on its next inputs, and trace the second run.
 
-    Random generators, random number counters and buffers are restored. It needs as much memory as training the block.
+    Random generators, attributes and buffers of the block are restored. It needs as much memory as training the block.
     """
     args, kwargs = tree_map(_leaf, ([without_cache(value) for value in args], kwargs))
     kwargs = {name: without_cache(value) for name, value in kwargs.items()}
