@@ -26,8 +26,8 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
     """Read the config of a folder with the requested depth, width and vocabulary; disable dropout and router noise.
 
     Raises:
-        ModelError: if transformers cannot read it.
-        MissingExtra: without transformers.
+        ModelError: if transformers cannot read the config, or the width cannot be changed to `dim`.
+        MissingExtra: if transformers is not installed.
     """
     config = hugging_face.load_model_config(path)
     for part in _parts(config):

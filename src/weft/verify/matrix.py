@@ -103,7 +103,7 @@ def covering(
 
 
 def _numbered(rows: Sequence[Row], groups: Sequence[tuple[str, ...]]) -> npt.NDArray[np.int64]:
-    """Replace values by integers: equal integers in a column are equal values, and columns share no integers."""
+    """Return an integer for each row and group: equal integers are equal values, and groups share no integers."""
     columns: dict[str, npt.NDArray[np.int64]] = {}
     for name in {name for group in groups for name in group}:
         known: dict[Hashable, int] = {}

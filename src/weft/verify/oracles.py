@@ -87,6 +87,9 @@ class OpRecorder:
             act: the function to run.
             what: name for errors.
             apart: ignored: replays of other recordings never change the results.
+
+        Raises:
+            ModelError: if an operator would make the host wait for a device.
         """
         del apart  # all memory stays allocated
         mode, before = _Ops(), torch.get_rng_state()

@@ -85,8 +85,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank and return the results in order of rank.
 
-        If a rank hangs, the next call starts new ranks. A rank's own WeftError is raised rather than errors that it
-        causes on other ranks.
+        If a rank dies or does not answer in time, the next call starts new ranks. A rank's own WeftError is raised
+        rather than errors that it causes on other ranks.
 
         Args:
             function: importable by its module and name on the ranks.
@@ -94,7 +94,7 @@ class RankPool:
             **kwargs: picklable.
 
         Raises:
-            RankError: with the traceback of the first rank that failed, or when one does not answer in time.
+            RankError: if a rank raises an error, with its traceback, or if a rank dies or does not answer in time.
         """
         if self._is_broken:
             # A rank that did not respond is dead, or still in the last call.

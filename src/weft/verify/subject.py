@@ -103,7 +103,10 @@ class Sweep:
         return [plan for plan in self.every if not self.is_refused(plan)]
 
     def plans(self) -> Iterator[Plan]:
-        """Yield plans with one technique each, then the chosen plans. Call `refuse` before requesting the next one."""
+        """Yield, for each technique, the plan with the fewest other techniques. Then yield the chosen plans.
+
+        If a plan cannot be applied, call `refuse` before requesting the next one.
+        """
         done: dict[Plan, None] = {}
         for plan in self._probes():
             done[plan] = None
@@ -119,7 +122,7 @@ class Sweep:
                     left = left if left is None or self.is_refused(plan) else left - 1
 
     def part(self, number: int, count: int) -> Iterator[Plan]:
-        """Yield the plans with one technique each, then part `number` (from 1) of `count` parts of the chosen plans.
+        """Yield the same first plans as `plans`, then part `number` (from 1) of `count` parts of the chosen plans.
 
         A model rejects the same techniques in every part, so all parts together are the full selection.
         """
@@ -283,7 +286,7 @@ class _Called(Exception):
 
 
 class BuiltCase(SampleCase):
-    """A `Case` for a built model. `model()` returns that model, and may be called once.
+    """A `Case` for a built model. `model()` returns the same object each time, so a case is trained only once.
 
     data: samples of a loader, or batch_fn(step, size). task: the task that provides each rank's batches, as in a run.
     """
@@ -456,7 +459,7 @@ def _refuse_reduction(maker: str, settings: Settings) -> None:
 def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
     """Return the shape with the requested depth, width and vocabulary. The number of heads is kept if possible.
 
-    Raises ConfigError if the shape is invalid.
+    `max_seq_len` is increased to `settings.seq_len` if it is smaller. Raises ConfigError if the shape is invalid.
     """
     changes: dict[str, int] = {"max_seq_len": max(shape.max_seq_len, settings.seq_len)}
     if settings.num_layers:
@@ -476,7 +479,7 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
 
 
 def _quieten(model: nn.Module) -> list[str]:
-    """Disable random numbers, and return notes about them and about how batch norms are compared."""
+    """Turn off dropout in place, and return notes about it and about how batch norms are compared."""
     notes = []
     dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
     for module in dropouts:

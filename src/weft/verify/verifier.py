@@ -127,7 +127,11 @@ class OutputRecorder:
 class Watcher:
     """Compares outputs of microbatches with the recorded rows of the same samples.
 
-    own: the microbatches. every: the full batch as one microbatch. Both have the indices of their samples.
+    Args:
+        outputs: outputs of the full batch on one process.
+        own: this rank's microbatches, with the indices of their samples.
+        every: the full batch as one microbatch, with the indices of its samples.
+        limit: maximum relative difference that counts as equal.
     """
 
     def __init__(self, outputs: dict[Key, torch.Tensor], own: Microbatches, every: Microbatches, limit: float):
@@ -200,7 +204,7 @@ def watching(model: nn.Module, eyes: OutputRecorder | Watcher) -> Iterator[None]
 
 
 class Float64Throughout(TorchFunctionMode):
-    """Mode in which no operation converts a float64 tensor to float32, or returns float32 for one."""
+    """Mode in which a call on a float64 tensor that asks for float32 returns float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # This runs on every call, even to read a dtype: the common case is checked first, and costs a microsecond.
@@ -383,7 +387,7 @@ class Verifier:
         return "the update: outputs and gradients of step 1 agree"
 
     def _causes(self, plan: Plan) -> list[str]:
-        """Return a sentence for each cause that one process finds: random noise, interacting samples, new buffers."""
+        """Return a sentence for each reason why results on one process depend on how a batch is divided."""
         case, forwards = self.subject.build(), plan.microbatches_per_step
         limit = {"float64": 1e-9, "float32": 1e-4}.get(self.subject.settings.dtype, 5e-2)
         probed = Probed(
