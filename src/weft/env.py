@@ -228,13 +228,13 @@ def take_over(environment: Mapping[str, str]) -> None:
 
 
 def set_for_children(**extra: str) -> None:
-    """Set variables for children that another library starts."""
+    """Set variables of this process and of children that another library starts."""
     os.environ.update(extra)
 
 
 @contextmanager
 def lent_to_children(**extra: str) -> Generator[None]:
-    """Set variables inside the block, for children that another library starts. Restore the old values afterwards."""
+    """Set variables of this process, and of children that a library starts, inside the block. Restore them on exit."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:

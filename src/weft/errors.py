@@ -103,8 +103,8 @@ class UnfitError(CheckpointError):
 class CommError(WeftError):
     """Ranks cannot connect to each other, or disagree.
 
-    `peer_ends` is True if the other rank is still running and will end. It may then first finish background work of
-    both ranks.
+    `peer_ends` is True if the other rank has failed but is still running. A pending save, which needs both ranks, may
+    then be completed before they exit.
     """
 
     exit_code = 1

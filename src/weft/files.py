@@ -28,8 +28,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Try to lock an open file, and return True if it succeeded.
 
-    The system releases the lock when its last process ends. On a file system without locks, nothing is locked and the
-    result is True.
+    The lock is released when the last descriptor of the open file is closed. On a file system without locks, nothing
+    is locked and the result is True.
 
     Args:
         descriptor: descriptor of the open file.
@@ -160,7 +160,7 @@ def copy_companions(source: Path, out: Path, *, overwrite: bool = True) -> None:
         overwrite: replace files that `out` already has.
 
     Raises:
-        CheckpointError: if `copy_regular` raises it.
+        CheckpointError: if a file cannot be read, is too large or not a regular file, or is a link out of the folder.
         OSError: if a copy cannot be written.
     """
     for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern)}):

@@ -82,7 +82,11 @@ class HubName:
 
     @property
     def snapshot(self) -> Path:
-        """The folder of the commit's files in the cache. It exists once `download` has returned."""
+        """The folder of the commit's files in the cache. It exists once `download` has returned.
+
+        Raises:
+            ConfigError: if the name has no commit.
+        """
         if not self.commit:
             raise self.error(_NOT_DOWNLOADED)
         cache = Path(_module("huggingface_hub.constants").HF_HUB_CACHE).expanduser()
@@ -253,7 +257,7 @@ def resolve(name: HubName) -> HubName:
     """Return the name with the commit of its revision. Offline, this is the commit that the cache has for it.
 
     Raises:
-        ConfigError: if the hub or the cache does not have it.
+        ConfigError: if the hub or the cache does not have it, or the hub cannot be reached.
     """
     if name.commit:
         return name
@@ -360,7 +364,11 @@ def needed_code(config: bytes) -> str:
 
 
 def local_folder(path: str, key: str = "model.path") -> Path:
-    """Return the folder that a model's path in a run's config refers to. It may not exist. Uses no network."""
+    """Return the folder that a model's path in a run's config refers to. It may not exist. Uses no network.
+
+    Raises:
+        ConfigError: if the path is a name on the hub that is invalid or has no commit.
+    """
     return parse(path, "model", key).snapshot if is_hub_text(path) else Path(path).expanduser()
 
 
@@ -378,7 +386,11 @@ _SHARD = re.compile(r"(?:^|/)data/(\w[\w.-]*)-[0-9]{5}-of-[0-9]{5}[^/]*")
 
 
 def local_data(path: str, key: str) -> tuple[Path, list[Path]]:
-    """Return the folder and the files of a data set's name in a run's config. Uses no network."""
+    """Return the folder and the files of a data set's name in a run's config. Uses no network.
+
+    Raises:
+        ConfigError: if the name is invalid, has no commit or was not downloaded, or if `data_files` raises it.
+    """
     name = parse(path, "dataset", key)
     folder = name.snapshot
     with _one_sentence(name) as hub:
@@ -397,7 +409,7 @@ def data_files(name: HubName, listed: Iterable[str]) -> list[str]:
         listed: all files of the commit.
 
     Raises:
-        ConfigError: without such files, or if the config or the split is ambiguous.
+        ConfigError: if there are no such files, or if the config or the split is unknown or ambiguous.
     """
     listed = sorted(listed)
     if name.path:

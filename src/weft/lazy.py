@@ -33,8 +33,10 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 def named_object(source: str) -> Any:
     """Return the object that `package.module:name` or `path/to/file.py:name` refers to.
 
-    The working directory is on the import path. Exceptions of the import propagate. A missing name is an
-    AttributeError.
+    The working directory and the folder of a file are added to the import path. Exceptions of the import propagate.
+
+    Raises:
+        AttributeError: if the module has no such name.
     """
     module_name, _, name = source.rpartition(":")
     if str(Path.cwd()) not in sys.path:

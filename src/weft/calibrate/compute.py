@@ -78,20 +78,28 @@ _COLD_BYTES, _MOST_COPIES = 64 * 2**20, 64
 
 
 class Timing(NamedTuple):
-    """Time of one call. seconds: time in the median window. spread: relative excess over the fastest window."""
+    """Time of one call.
+
+    Attributes:
+        seconds: median over windows of the mean time (s) of a call.
+        spread: relative excess of the median over the fastest window.
+    """
 
     seconds: float
     spread: float
 
 
 class ColdCalls:
-    """Calls of one operation, each on its own buffers, so that caches are cold when timed.
+    """Calls of one operation, each on separate buffers, so that caches are cold when timed.
 
-    Buffers are allocated on first use: at most as many as are needed to exceed the caches.
+    Buffers are allocated on first use: for at most 64 calls, and at most 64 MiB unless one call needs more.
     """
 
     def __init__(self, make: Callable[[], Call], num_bytes: int):
-        """Create no call yet. num_bytes: bytes of the buffers of one call."""
+        """Create no call yet.
+
+        num_bytes: bytes of the buffers of one call.
+        """
         self._make, self._most = make, max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes)))
         self._made: list[Call] = []
 
@@ -103,7 +111,13 @@ class ColdCalls:
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Measures calls on this rank. axis: the ranks that run the same work concurrently. window_s: window length (s)."""
+    """Measures calls on this rank.
+
+    Attributes:
+        axis: the ranks that run the same work concurrently.
+        device: device of the calls.
+        window_s: length of a window (s).
+    """
 
     axis: Axis
     device: torch.device
@@ -131,7 +145,10 @@ class Stopwatch:
         return _median([window() for _ in range(WINDOWS)])
 
     def time_after(self, work: Call, call: Call) -> Timing:
-        """Measure `call` after `work`, as a collective follows compute. The time includes waiting for other ranks."""
+        """Measure `call` after `work`, as a collective follows compute. The time of `work` does not count.
+
+        The result includes waiting for other ranks, and is the mean over the ranks.
+        """
         work()
         call()
         count = self._count(lambda: (work(), call()))
@@ -180,7 +197,10 @@ def _median(windows: Sequence[float]) -> Timing:
 
 
 def this_machine(kind: str = "auto") -> Machine:
-    """Return this machine's description. kind: "cpu", "cuda", or "auto", which uses GPUs if torch finds any."""
+    """Return this machine's description.
+
+    kind: "cpu", "cuda", or "auto", which uses GPUs if torch finds any.
+    """
     host = here.this_host()
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return host
@@ -331,7 +351,10 @@ def host_adamw(place: TensorPlacement, params: int) -> Call:
 
 
 def _block(place: TensorPlacement) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return a layer so small that its time is call overhead: modules, views and autograd nodes."""
+    """Return the forward of a decoder layer, and the inputs and parameters to differentiate by.
+
+    The layer is so small that its time is call overhead: modules, views and autograd nodes.
+    """
     tokens, width, ffn, heads = TINY
     spec = DecoderSpec(
         vocab_size=8, dim=width, num_layers=1, num_heads=heads, num_kv_heads=heads, ffn_dim=ffn, max_seq_len=tokens

@@ -29,7 +29,10 @@ _BEFORE = (256, 512, 256)
 
 
 def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
-    """Measure the time (s) that a collective adds after a matmul. `size`: bytes of the full buffer, before sharding."""
+    """Measure the time (s) that a collective adds after a matmul.
+
+    size: bytes of the full buffer, before sharding.
+    """
     work = linear_f(TensorPlacement(watch.device, torch.float32), *_BEFORE)
     shard = max(1, size // 4 // axis.size)
     full, part = (torch.randn(count, device=watch.device) for count in (shard * axis.size, shard))
@@ -49,9 +52,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """Measurements on the same ranks. points: (operation, size). ranks: number of ranks that work at the same time.
+    """Measurements on the same ranks.
 
-    group: ranks of a collective; 1 for compute.
+    Attributes:
+        name: name for progress reports.
+        points: operation and size of each measurement.
+        ranks: number of ranks that work at the same time.
+        dtype: dtype of the tensors, a key of DTYPES.
+        group: number of ranks of a collective, or 1 for compute.
     """
 
     name: str
@@ -83,7 +91,10 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
 
 
 def joined(ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """Return concurrent measurements of several ranks, averaged over the ranks."""
+    """Return concurrent measurements of several ranks: the mean time and the largest spread over the ranks.
+
+    Idle ranks, whose list is empty, are skipped.
+    """
     samples: list[Measurement] = []
     for alike in zip(*filter(None, ranks), strict=True):
         seconds = sum(each.seconds for each in alike) / len(alike)
@@ -133,7 +144,8 @@ def calibrate_links(
         The profile, the same on all ranks, and True if this rank is the first of its host, which writes the file.
 
     Raises:
-        ConfigError: if no ranks were started, or hosts have different numbers of ranks.
+        ConfigError: if `budget_s` is out of range, only one rank was started, hosts have different numbers of ranks, or
+            the ranks of a host are not neighbors.
         CommError: if ranks cannot connect.
     """
     if not 5.0 <= budget_s <= MOST_BUDGET_S:
@@ -161,7 +173,11 @@ def calibrate_links(
 def _measured(
     size: int, start: float, budget_s: float, report: Report
 ) -> tuple[tuple[LinkSample, ...], int, int, bool]:
-    """Return (samples of the fastest round, hosts, ranks per host, True if this rank is the first of its host)."""
+    """Return (fastest samples, hosts, ranks per host, True if this rank is the first of its host).
+
+    Each measurement is repeated in rounds, and its fastest sample is returned. Raises ConfigError if hosts have
+    different numbers of ranks, or the ranks of a host are not neighbors.
+    """
     crowd = build_mesh(Plan(dp_replicate=size))["dp_replicate"]
     barrier(crowd)  # after this, ranks know each other's hosts
     marks = [crowd.hosts[rank] for rank in crowd.ranks]
@@ -209,7 +225,10 @@ def _layouts(hosts: int, ranks: int) -> Iterator[HostSpan]:
 def _of_transport(
     layout: HostSpan, transport: str, crowd: Axis, left_s: float, budget_s: float
 ) -> Iterator[LinkSample]:
-    """Measure a transport on the ranks of `layout`, if they can use it. The result is the same on all ranks."""
+    """Yield samples of a transport on the ranks of `layout`, or none if a rank cannot use it. All ranks call it.
+
+    Samples are the same on all ranks. Sizes that would take too long are left out.
+    """
     try:
         join(layout.axis, "cpu", transport)
         can = 1

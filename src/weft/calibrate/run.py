@@ -38,13 +38,14 @@ def calibrate(
     Args:
         budget_s: approximate time limit, at least 1 s. With a short budget windows become shorter, and the least
             valuable measurements are omitted.
-        ranks: numbers of concurrent ranks, such as (1, 2, 4); by default powers of two up to the cores, and 4.
+        ranks: numbers of concurrent ranks, such as (1, 2, 4). By default powers of two up to the number of GPUs, or of
+            cores (at least 4), and at most 16.
         device: "cpu", "cuda", or "auto".
         dtypes: number formats; fp32 is always included.
         report: called with (current measurement, number done, total).
 
     Raises:
-        ConfigError: for settings that cannot be measured here.
+        ConfigError: if `budget_s` is not from 1 s to 600 s, or `ranks` or `dtypes` cannot be measured here.
         CommError: if ranks fail.
     """
     if not 1.0 <= budget_s <= MOST_BUDGET_S:
@@ -80,11 +81,11 @@ def calibrate(
 
 
 def _nothing() -> None:
-    """Wait for the ranks to start."""
+    """Do nothing. The call returns once all ranks have started."""
 
 
 def typical(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """Return the median of repeated measurements, in the order of first occurrence.
+    """Return the median time and the largest spread of repeated measurements, in the order of first occurrence.
 
     The median represents a training step better than the minimum: steps run under the machine's usual load, and wait
     for other ranks.

@@ -58,7 +58,8 @@ def check_arguments(args: Any) -> None:
 def plan_of(requested: str | Plan, args: Any, model: nn.Module | None) -> Plan:
     """Return the plan, with microbatches, precision and recomputation of the arguments that it leaves open.
 
-    Raises PlanError if plan and arguments contradict each other, or trainers do not support the plan.
+    Activation checkpointing is switched off in `args`, since the plan then has it. Raises PlanError if plan and
+    arguments contradict each other, or trainers do not support the plan.
     """
     place = env.rank_env()
     if isinstance(requested, str) and is_auto(requested):

@@ -32,7 +32,7 @@ def replace_fused_head(model: nn.Module, *, restores: bool) -> None:
 
 
 def _forward_of(module: nn.Module, variables: dict[str, Any]) -> Any:
-    """Return a replacement for TRL's fused forward. variables: the values of its closure, by name."""
+    """Return a replacement for TRL's fused forward, given the values of its closure by name."""
     output_class: Any = importlib.import_module("trl.trainer.utils").FusedCausalLMOutput
 
     plain, temperature, fields = (variables[name] for name in ("original_forward", "temperature", "outputs"))

@@ -54,7 +54,10 @@ class DataGather:
         return recursively_apply(lambda one: one[: state.remainder], data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean over the data ranks, or `tensor` if reduction is "none". All ranks call it."""
+        """Return the sum or mean over the data ranks, or `tensor` if reduction is "none". `scale` is ignored.
+
+        All ranks call it.
+        """
         data = self._mesh.data
         if data.size == 1 or reduction == "none":
             return tensor

@@ -33,8 +33,8 @@ class RankBatches:
         batches: the batch sampler of one device.
         rank: index of the data rank.
         num_processes: number of data ranks, under the name that accelerate reads.
-        fills: give every rank the same number of batches: a rank that the last group has no batch for gets its first
-            one. Otherwise some ranks get one batch less.
+        fills: if the last group has no batch for this rank, yield the group's first batch, so that all ranks get the
+            same number. Otherwise some ranks get one batch less.
         drop_last: drop the last group if it is incomplete.
     """
 
@@ -79,8 +79,9 @@ class RankBatches:
 class RankStream(IterableDataset[Any]):
     """One data rank's share of a stream that every rank reads in full.
 
-    Of each num_ranks * batch_size consecutive samples, the rank yields its batch_size. drop_last: drop an incomplete
-    group at the end.
+    Of each group of num_ranks * batch_size consecutive samples, it yields the `batch_size` samples of its rank.
+
+    drop_last: drop an incomplete group at the end.
     """
 
     def __init__(self, stream: Iterable[Any], batch_size: int, rank: int, num_ranks: int, *, drop_last: bool):

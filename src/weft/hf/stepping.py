@@ -38,9 +38,10 @@ class TrainerBatches:
         self.total = 0
 
     def begin(self, trainer: Any, batches: list[Any], own: Any, num_batches: int) -> tuple[list[Any], Any]:
-        """Return this rank's microbatches, with placeholders if it has fewer than others, and the global item count.
+        """Return this rank's microbatches, and the number of items of all ranks, or None if the trainer counts none.
 
-        All data ranks call it. Raises DataError if this rank has no sample in the first step.
+        If this rank has fewer microbatches than others, an earlier one is repeated as a placeholder. All data ranks
+        call it. Raises DataError if this rank has no sample in the first step.
 
         Args:
             batches: microbatches of this rank, up to `num_batches`.
@@ -101,7 +102,10 @@ class TrainerStep:
         )  # fmt: skip
 
     def add(self, inputs: Any, num_items: Any) -> torch.Tensor:
-        """Add a microbatch on the device. After the last one, return the loss of the step; before, zero."""
+        """Add a microbatch whose tensors are on the device, and return zero.
+
+        At the last microbatch of the step, compute the gradients and return the loss of the step.
+        """
         batches, device = self._trainer._weft_batches, self._mesh.device
         self._inputs.append(inputs)
         if len(self._inputs) < batches.count:
@@ -130,9 +134,9 @@ class TrainerStep:
         return self.metrics
 
     def _unsharded(self, inputs: Any) -> dict[str, Any]:
-        """Return inputs that cp can shard: with shifted labels, and padded on the right to a multiple of 2 cp.
+        """Return inputs that cp can shard: with shifted labels, and padded on the right to a multiple of 2 * cp.
 
-        Tokens on the right change no other token of a causal language model.
+        The padding changes no other token of a causal language model. Without cp, return the inputs unchanged.
         """
         if self._mesh.plan.cp == 1:
             return dict(inputs)
@@ -229,8 +233,8 @@ def predict_in_pipeline(
     """Return loss, logits and labels of a batch on all stages. All ranks of pp call it with the same batch.
 
     Args:
-        labels: labels of the batch.
-        predict: returns loss, logits and labels on the last stage.
+        labels: labels of the batch, which are returned.
+        predict: returns loss, logits and labels of a batch, from the model and the batch. Called on the last stage.
     """
     pipeline, found = pipeline_of(model), list[Any]()
     assert pipeline is not None

@@ -54,10 +54,10 @@ _STATES = "weft"
 
 
 class PlannedTrainer(transformers.Trainer):
-    """transformers' Trainer under a plan. It gives the loss, weights and metrics of the same trainer on one device.
+    """transformers' Trainer under a plan.
 
-    One device has a batch size of `per_device_train_batch_size` times the data ranks. Evaluation has the same batches
-    for any number of ranks.
+    Loss, weights and metrics equal those of a Trainer on one device whose batch size is `per_device_train_batch_size`
+    times the number of data ranks. Evaluation has the same batches for any number of ranks.
 
     Args:
         plan: the plan's text, or a Plan. gradient_accumulation_steps, bf16, fp16 and gradient_checkpointing of the
@@ -110,10 +110,11 @@ class PlannedTrainer(transformers.Trainer):
         )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Join the ranks under the plan, and create an accelerator that wraps nothing.
+        """Join the ranks under the plan, and create an accelerator that does not wrap the trained model.
 
         Raises:
             ConfigError: for arguments that contradict the plan.
+            PlanError: if the plan breaks a rule, or does not fit the ranks or the arguments.
         """
         check_arguments(self.args)
         device, args = self.args.device, self.args
@@ -201,7 +202,7 @@ class PlannedTrainer(transformers.Trainer):
     # --- data ---
 
     def get_train_dataloader(self) -> Any:
-        """Return this rank's part of the training data."""
+        """Return a loader of this rank's part of the training data."""
         self._weft_loads_training = True
         try:
             return super().get_train_dataloader()
@@ -258,7 +259,7 @@ class PlannedTrainer(transformers.Trainer):
         return self.model, train_dataloader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Collect a microbatch. At the last one, compute the gradients of all, and return the loss of the step."""
+        """Add a microbatch, and return 0. At a step's last one, compute the gradients of all and return the loss."""
         assert self._weft_step is not None
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
@@ -320,7 +321,7 @@ class PlannedTrainer(transformers.Trainer):
         )  # fmt: skip
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Check that Weft wrote the checkpoint. `_prepare_for_training` loads it into the sharded model."""
+        """Raise CheckpointError unless Weft wrote the checkpoint. `_prepare_for_training` loads it later."""
         if not (Path(resume_from_checkpoint) / _STATES).is_dir():
             raise CheckpointError(
                 f"resume_from_checkpoint={resume_from_checkpoint}: it has no states of Weft. Load its model with "

@@ -269,7 +269,11 @@ def _read_experts(reading: Reading) -> None:
 
 
 def read_zero(reading: Reading, dp: int | None) -> None:
-    """Read the ZeRO stage and groups into zero, dp_shard and dp_replicate. dp: data-parallel size, or None."""
+    """Read the ZeRO stage and groups into zero, dp_shard and dp_replicate, and other ZeRO options into their fields.
+
+    These are int8 communication (compress, gather), secondary shards (reshard) and offload. dp: data-parallel size, or
+    None.
+    """
     stage_key = _ZERO if _ZERO in reading.values else f"{_ZERO}.stage"
     if stage_key == _ZERO:
         old = reading.switch(_ZERO)
@@ -298,7 +302,7 @@ def read_zero(reading: Reading, dp: int | None) -> None:
 
 
 def _read_second_shards(reading: Reading, stage: int | None, dp: int | None) -> None:
-    """Read the group of ranks in which stage 3 keeps a secondary copy of gathered weights."""
+    """Read the number of ranks among which stage 3 shards a secondary copy of gathered weights."""
     key = f"{_ZERO}.zero_hpz_partition_size"
     size = reading.read_int(key, low=0)
     if size is None:

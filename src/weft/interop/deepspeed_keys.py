@@ -146,7 +146,10 @@ def _syntax(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _scan(text: str, name: str) -> tuple[dict[KeyPath, int], list[Problem]]:
-    """Return the line of every key, and problems: duplicate keys, invalid numbers, and too deep nesting."""
+    """Return the line of every key, and problems: duplicate keys and invalid numbers.
+
+    Raises ConfigError for too deep nesting.
+    """
     lines: dict[KeyPath, int] = {}
     problems: list[Problem] = []
     path: list[str | int] = []  # one entry for each open bracket, the key or index inside it
@@ -435,7 +438,10 @@ class Reading:
         return self.values.get(key) == AUTO
 
     def leave_open(self, key: str) -> None:
-        """Record a key that is "auto": its setting keeps Weft's default until the user sets it."""
+        """Record a key that is "auto": its setting keeps Weft's default until the user sets it.
+
+        For a key that may not be "auto", a mistake is recorded.
+        """
         target = known_keys()[key].target
         if not target:
             self.wrong(key, '"auto" is not a value of this key', "Write the value, or leave the key out")

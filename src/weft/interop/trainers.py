@@ -87,7 +87,10 @@ def _listed(value: object) -> list[object]:
 
 
 def _patterns(text: str, tool: str) -> list[str]:
-    """Return the patterns of a module name, of names with commas (LLaMA-Factory), or of a simple expression."""
+    """Return the patterns with * for names separated by commas (LLaMA-Factory) or for a regular expression.
+
+    Return [] for an expression that such patterns cannot represent.
+    """
     if tool == "llamafactory":
         return [name for part in text.split(",") if (name := part.strip())]
     text = re.sub(r"\.\*|(\[\\d\]|\\d|\[0-9\])\+", "*", text)
@@ -142,7 +145,10 @@ def _merge(reading: TrainerReading, keys: Sequence[str], fields: Mapping[str, ob
 
 
 def _read_batch(reading: TrainerReading) -> None:
-    """Read the batch sizes, and give the data-parallel axis the remaining ranks."""
+    """Read the batch sizes, and give the data-parallel axis the remaining ranks.
+
+    Raises ConfigError if the number of ranks does not fit the plan, or the global batch is above 10**9.
+    """
     is_axolotl, plan, world = reading.tool.name == "axolotl", reading.plan, reading.world_size
     key = "micro_batch_size" if is_axolotl else "per_device_train_batch_size"
     micro, passes = reading.count(key, 1 if is_axolotl else 8), reading.count("gradient_accumulation_steps", 1)
@@ -385,7 +391,7 @@ def _trl_data(reading: TrainerReading) -> None:
 
 
 def _choose_task(reading: TrainerReading) -> None:
-    """Name the task that the keys imply, and drop settings that the task does not have."""
+    """Set the task that the keys imply, and drop settings that the task does not have."""
     settings = reading.settings
     if reading.tool.name == "trl" and "task.name" not in settings:
         if any(reading.values.get(key) is not None for key in ("desirable_weight", "undesirable_weight")):
@@ -438,7 +444,7 @@ def _fill(reading: TrainerReading) -> None:
 
 
 def _move_betas(settings: dict[str, Any]) -> None:
-    """Move the betas to the options of an optimizer class that takes them. Other classes do not read them."""
+    """Remove betas and eps if the optimizer is a class, and add the betas to the options of a class that takes them."""
     name: str = settings.get("optimizer.name", "")
     name = OPTIMIZER_NAMES.get(name, {}).get("name", name)
     if ":" in name:

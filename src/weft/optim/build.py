@@ -138,7 +138,7 @@ def _is_optimizer(made: object) -> TypeGuard[Callable[..., torch.optim.Optimizer
 
 
 def options_of(optimizer: Callable[..., torch.optim.Optimizer]) -> list[str] | None:
-    """Return the arguments of an optimizer's class or factory except the parameters, or None if it takes any."""
+    """Return the argument names of an optimizer's class or factory except the first, or None if it takes any name."""
     try:
         params = inspect.signature(optimizer).parameters.values()
     except (TypeError, ValueError):

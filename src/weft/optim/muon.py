@@ -161,7 +161,8 @@ def _working(matrix: torch.Tensor) -> torch.Tensor:
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
     """Compute an approximation of the nearest matrix whose singular values are all 1, by Newton-Schulz iteration.
 
-    `matrix` is (rows, columns), or (matrices, rows, columns) for a stack that is processed with batched matmuls.
+    `matrix` is (rows, columns), or (matrices, rows, columns) for a stack that is processed with batched matmuls. The
+    result has its shape, in bf16, or in float64 for a float64 matrix.
     """
     if matrix.ndim == 2:
         return orthogonalise(matrix[None])[0]

@@ -50,7 +50,7 @@ class AdamRule:
 
     @property
     def without_dials(self) -> AdamRule:
-        """The rule without its per-step values; a recorded CUDA graph keeps these settings."""
+        """The rule with lr=0 and step=1. Steps for which this is equal can replay the same CUDA graph."""
         return replace(self, lr=0.0, step=1)
 
 
@@ -70,7 +70,7 @@ class SgdRule:
 
     @property
     def without_dials(self) -> SgdRule:
-        """The rule without its per-step values."""
+        """The rule with lr=0, as in `AdamRule`."""
         return replace(self, lr=0.0)
 
 

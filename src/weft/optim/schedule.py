@@ -10,9 +10,9 @@ from weft.config.sections import ScheduleSection
 def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
     """Return the factor on the peak learning rate.
 
-    Warm-up rises linearly and reaches 1 after `warmup_steps` steps. linear and cosine then fall to `final` at the last
-    step. wsd (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395) stays at 1 and falls linearly to `final` over its
-    last `decay_steps`.
+    Warm-up rises linearly and reaches 1 after `warmup_steps` steps. constant then stays at 1. linear and cosine fall to
+    `final` at the last step. wsd (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395) stays at 1 and falls linearly
+    to `final` over its last `decay_steps`.
 
     Args:
         step: index of the step, from 0.

@@ -40,9 +40,9 @@ class LossScale:
         return self.scale if self.enabled else 1.0
 
     def update(self, finite: bool) -> None:
-        """Update the scale: half after a step that was not finite, double after `growth_interval` finite steps.
+        """Update the scale: halve it after a step that was not finite, double it after `growth_interval` finite steps.
 
-        Does nothing if scaling is disabled.
+        The scale stays from 1 to 2**32. Does nothing if scaling is disabled.
         """
         if not self.enabled:
             return
@@ -126,7 +126,7 @@ class StepDecision:
         return torch.where(self.is_finite, good.scale, bad.scale)
 
     def factor_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the factor in the dtype that is used for gradients of masters of `dtype`."""
+        """Return `factor` for the gradients of master weights of `dtype`: in float32, or in float64 for float64."""
         return self.factor.to(torch.promote_types(dtype, torch.float32))
 
 

@@ -110,11 +110,12 @@ def _sgd(
 
 
 def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...], decoupled: bool) -> None:
-    """Run Adam on (master, grad, exp_avg, exp_avg_sq, weights or None), as `one_pass.adam_kernel` does.
+    """Update master, moments and weights by a step of Adam, in place.
 
     Args:
-        factor: 0-d factor of the gradient.
-        dials: per-step values, or None.
+        tensors: (master, grad, exp_avg, exp_avg_sq, weights or None). grad is only read.
+        factor: 0-d factor of the gradient. NaN skips the step.
+        dials: `AdamRule.dials` on the device, which replace lr and the corrections, or None.
         scalars: lr, beta1, beta2, eps, weight decay, correction1, correction2.
         decoupled: True for weight decay as in AdamW.
     """
@@ -145,12 +146,14 @@ def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...
 
 
 def launch_sgd(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...], nesterov: bool) -> None:
-    """Run SGD on (master, grad, momentum or None, weights or None).
+    """Update master, momentum and weights by a step of SGD, in place.
 
     Args:
-        factor: 0-d factor of the gradient.
-        dials: per-step values, or None.
+        tensors: (master, grad, momentum or None, weights or None). grad is only read.
+        factor: 0-d factor of the gradient. NaN skips the step.
+        dials: `SgdRule.dials` on the device, which replace lr, or None.
         scalars: lr, momentum, weight decay.
+        nesterov: True for Nesterov momentum.
     """
     master, grad, buffer, weights = tensors
     _sgd[(triton.cdiv(master.numel(), BLOCK),)](
