@@ -328,7 +328,6 @@ def save_slices(
     Args:
         root: the folder of the steps' folders, shared by all ranks.
         step: number of the step.
-        pieces: the slices that this rank writes.
         state: JSON values, as in `save_checkpoint`. Rank 0's are saved.
         together: the ranks.
         groups: groups that the checkpoint has even if they are empty.

@@ -59,7 +59,7 @@ def examine(section: str, check: Check) -> list[CheckLine]:
 def gpus() -> Iterator[CheckLine]:
     """Yield lines for the driver, each GPU (name, memory, power limit, PCIe link, active NVLinks), cores and settings.
 
-    Without a driver, only one line tells that there is none.
+    Without a driver, yields only one line, which reports that.
     """
     import pynvml
     import torch

@@ -132,7 +132,7 @@ def compare(
 
 
 def first_start(run: Path) -> dict[str, Any]:
-    """Return the "start" event of the run's first start. Raise ConfigError if there is none.
+    """Return the "start" event of the run's first start. Raise ConfigError without one.
 
     If an older version of Weft began the run, this is the first start whose event has the config.
     """

@@ -189,7 +189,7 @@ def _prepare_on_first_rank(spec: LaunchSpec, message: RankZeroMessage | None, he
 
 
 def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
-    """Return the folder that rank 0 prepared, after downloading and tokenizing what this machine's caches lack.
+    """Return the folder that rank 0 prepared, after downloading and tokenizing data that this machine's caches lack.
 
     Exit with rank 0's code if it failed, without repeating its report.
     """

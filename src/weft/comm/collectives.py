@@ -174,7 +174,7 @@ def start_reduce_scatter(
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Copy `tensor` from the rank with index `source` on the axis to all its ranks, in place, and return it.
+    """Copy `tensor` from the rank with index `source` on the axis into `tensor` on all its ranks, and return it.
 
     tensor: contiguous, of any dtype, with the same shape on all ranks. Raises CommError if it is not contiguous, or if
     `source` is not an index on the axis.

@@ -254,7 +254,7 @@ def choose_cores(
         gpus: PCI ids of the GPUs of this machine's ranks, by local rank.
         local_rank: index of the rank on this machine.
         apart: True if each rank may have a separate control group, as under srun. `allowed` is then compared with the
-            machine's online cores, not with those of the control group.
+            machine's online cores, not with the control group's.
     """
     nodes, given = topology.nodes(), topology.online() if apart else topology.allowed_cores()
     if len(nodes) < 2:

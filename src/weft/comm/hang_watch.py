@@ -225,7 +225,7 @@ def process_state(rank: int, pid: int | None) -> str:
 def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:
     """Return (description, global ranks) of the oldest collective that a device has not finished.
 
-    Return ("", ()) if there is none, or if `traces` is not JSON.
+    Return ("", ()) without one, or if `traces` is not JSON.
 
     Args:
         traces: contents of torch's flight recorder (`_dump_nccl_trace_json`).
@@ -290,7 +290,7 @@ class Watch(threading.Thread):
         limit_s: the group's timeout in seconds.
         limit_name: name of the setting that has the timeout.
         stacks: stream for Python stacks; None for stderr.
-        where_stacks: text that tells the user where the stacks are.
+        where_stacks: text that directs the user to the stacks.
         owns_process: True if faulthandler's timer is free for use. Stacks are then dumped even if the interpreter is
             stuck.
         on_report: on the reporting rank, called with "fired" or "ended" and the report.

@@ -319,7 +319,7 @@ class ReplicaGroup:
     def begin(self) -> None:
         """Wait until every replica is ready for its first step or has trained before, for `timeout_s` at most.
 
-        If this replica is requested to stop, this returns at once.
+        If this replica is requested to stop, this returns immediately.
 
         A replica that starts a little later than the others then loads the same state, and takes part in each outer
         step.

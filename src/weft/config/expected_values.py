@@ -141,7 +141,7 @@ def _child(node: Node, part: str | int) -> Node | None:
 
 
 def types_of(node: Node | None) -> list[object]:
-    """Return the JSON types that a key's schema accepts, without null. None stands for an unknown type."""
+    """Return the JSON types that a key's schema accepts, without null. None means an unknown type."""
     return [branch.get("type") for branch in _branches(node or {})]
 
 

@@ -24,8 +24,8 @@ class MetricSpec:
     Attributes:
         name: dotted, as in conditions and events.
         unit: "s", "bytes", "ratio", ... or "" for a plain number.
-        label: name of the label that tells its values apart, such as "phase", or "" for a single value.
-        owner: what the metric describes: "run", "rank" or "host".
+        label: name of the label that distinguishes its values, such as "phase", or "" for a single value.
+        owner: the object that the metric describes: "run", "rank" or "host".
         grows: True for a total that only increases during a run.
         worse: the bad direction, or "".
     """

@@ -259,7 +259,7 @@ class SplitReader:
     def trained(self, start: int, length: int) -> np.ndarray | None:
         """Return the mask values of a range, uint8 [length], or None if all weights are 1.
 
-        The values are indices into `SplitCounts.weight_table`. Positions wrap like those of `tokens`.
+        The values are indices into `SplitCounts.weight_table`. Positions wrap as in `tokens`.
         """
         return None if self._masks is None else self._read(self._masks, start, length)
 

@@ -56,8 +56,8 @@ _STATES = "weft"
 class PlannedTrainer(transformers.Trainer):
     """transformers' Trainer under a plan.
 
-    Loss, weights and metrics equal those of a Trainer on one device whose batch size is `per_device_train_batch_size`
-    times the number of data ranks. Evaluation has the same batches for any number of ranks.
+    Loss, weights and metrics equal a Trainer's on one device whose batch size is `per_device_train_batch_size` times
+    the number of data ranks. Evaluation has the same batches for any number of ranks.
 
     Args:
         plan: the plan's text, or a Plan. gradient_accumulation_steps, bf16, fp16 and gradient_checkpointing of the

@@ -151,7 +151,7 @@ class _Pass:
     def close(self) -> None:
         """End the block's forward, and release the device tensors that are copied to the host.
 
-        Raises ModelError if forward changed one of these tensors in place.
+        Raises ModelError if forward modified one of these tensors.
         """
         assert self.hooks is not None
         self.hooks.__exit__(None, None, None)

@@ -108,7 +108,7 @@ class Adapted:
         return {f"{path}.{name}" for path, name in self.params()} | stacks | rows | saved
 
     def merge_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Merge token rows and experts' adapters into the full weights in `tensors` (by name); remove their entries."""
+        """Add token rows and experts' adapters to the full weights in `tensors` (by name), and remove their entries."""
         for path, is_transposed in self.experts.items():
             own = {end: tensors.pop(f"{path}{end}") for _, end in stack_names({path: False}, self.kind.kind)}
             tensors[path] = merge_stack(self.kind.scale, tensors[path], own, is_transposed)

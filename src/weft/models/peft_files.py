@@ -173,7 +173,7 @@ def _is_of(name: str, starts: Iterable[str]) -> bool:
 def _resized(model: nn.Module, tensors: Iterable[str]) -> dict[str, str]:
     """Return, by peft's name, the model's name of each full weight of an embedding or output layer in `tensors`.
 
-    peft saves these weights if they have more rows than those of the base.
+    peft saves these weights if they have more rows than the base's.
     """
     tables = (layers.input_embeddings(model), layers.find_lm_head(model))
     full = {f"{path}.weight" for path, one in model.named_modules() if any(one is table for table in tables)}

@@ -1,6 +1,6 @@
 """Image classifiers: residual networks (He et al. 2015, arXiv 1512.03385), VGG and vision transformers.
 
-Parameters have the names of torchvision, and those of vision transformers the names of transformers.
+Parameters have the names of torchvision. Parameters of vision transformers have the names of transformers.
 
 Letters: B batch, C channels, H and W height and width, T tokens, D width, S pixels per side, K classes.
 """

@@ -63,7 +63,7 @@ _OF_EVALUATION = frozenset({"event", "time", "step", "loss"})
 
 @dataclass(frozen=True, slots=True)
 class MetricReading:
-    """Value of a metric at one time. `label` tells values of the same metric apart, such as the phases of "phase_s".
+    """Value of a metric at one time. `label` distinguishes values of the same metric, such as the phases of "phase_s".
 
     Attributes:
         value: the number, or the median over ranks.

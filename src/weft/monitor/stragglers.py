@@ -92,7 +92,7 @@ class StragglerWatch:
     def lag(self, rank: int) -> float | None:
         """Return the median ratio of a rank's time to its peers' time over the last steps, or None with too few steps.
 
-        The times are those of own work. A rank without peers is compared to its usual time.
+        The times exclude waiting for other ranks. A rank without peers is compared to its usual time.
         """
         ratios = self._ranks[rank].ratios
         return statistics.median(ratios) if len(ratios) >= _LEAST else None

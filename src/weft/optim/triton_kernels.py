@@ -110,7 +110,7 @@ def _sgd(
 
 
 def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...], decoupled: bool) -> None:
-    """Update master, moments and weights by a step of Adam, in place.
+    """Update master, moments and weights by a step of Adam.
 
     Args:
         tensors: (master, grad, exp_avg, exp_avg_sq, weights or None). grad is only read.
@@ -146,7 +146,7 @@ def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...
 
 
 def launch_sgd(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...], nesterov: bool) -> None:
-    """Update master, momentum and weights by a step of SGD, in place.
+    """Update master, momentum and weights by a step of SGD.
 
     Args:
         tensors: (master, grad, momentum or None, weights or None). grad is only read.

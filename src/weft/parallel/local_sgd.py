@@ -381,7 +381,7 @@ class StreamedSync(RareSync):
 
     @property
     def is_due(self) -> bool:
-        """True if a fragment's all_reduce starts after the current step, or with `meets_now` that of all fragments."""
+        """True if the all_reduce of a fragment, or with `meets_now` of all fragments, starts after the current step."""
         return self.meets_now or self.since + 1 in self._leaves
 
     @torch.no_grad()
@@ -399,7 +399,7 @@ class StreamedSync(RareSync):
     def after_step(self) -> None:
         """Count a step, apply the pending fragment's outer step, and start the all_reduce of a fragment that is due.
 
-        With `meets_now`, all fragments are synchronized at once instead, without overlap. All ranks call it after the
+        With `meets_now`, all fragments are synchronized together instead, without overlap. All ranks call it after the
         weights are published. Raises CommError if weights to send are not finite on any rank. They are not sent then.
         """
         meets_now, self.meets_now = self.meets_now, False

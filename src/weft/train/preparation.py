@@ -160,7 +160,7 @@ def _check_plan(plan: Plan, task: Task, world_size: int) -> None:
 
 
 def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
-    """Check the config's layout file, if any. Return the config with the file's contents in place of its path."""
+    """Check the config's layout file, if any. Return the config with the file's contents instead of its path."""
     if not config.layout:
         return config
     from weft.models.inspect.find_layout import expect_parts_named

@@ -479,7 +479,7 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
 
 
 def _quieten(model: nn.Module) -> list[str]:
-    """Turn off dropout in place, and return notes about it and about how batch norms are compared."""
+    """Turn off the subject's dropout, and return notes about it and about how batch norms are compared."""
     notes = []
     dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
     for module in dropouts:

@@ -148,7 +148,7 @@ def family_of(folder: Path) -> Family:
     """Return the family of a folder's model.
 
     Raises:
-        DataError: if the family is not in `FAMILIES`, the folder has no processor or that of another family, or a file
+        DataError: if the family is not in `FAMILIES`, the folder has no processor or another family's, or a file
             cannot be read.
     """
     try:

@@ -156,7 +156,7 @@ def _chat_parts(chat: list[Any], given: MediaLists) -> Iterator[SamplePart]:
 def chat_of(record: Mapping[str, Any], column: str = "") -> Sequence[Mapping[str, Any]]:
     """Return the messages of a record, or its prompt and answer as messages.
 
-    The text of a column "system" comes first, unless the messages begin with a system message.
+    The text of a column "system" is the first message, unless the messages begin with a system message.
 
     column: column of the messages, or "" for the usual names and for a prompt with an answer.
 

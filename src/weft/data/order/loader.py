@@ -28,7 +28,7 @@ _PREFETCH = 2
 class Loader:
     """The microbatches of one data-parallel rank.
 
-    In step s, the indices of its samples are those of `weft.config.partitioning.microbatch_samples`, each increased by
+    In step s, its sample indices are the result of `weft.config.partitioning.microbatch_samples`, each increased by
     s * global_batch.
 
     Args:

@@ -313,7 +313,7 @@ def _digest(path: Path) -> str:
 def open_spans(
     folder: Path, packing: str, seq_len: int, offsets: np.ndarray, num_tokens: int
 ) -> ConcatSpans | TableSpans:
-    """Open the spans of a split from the file of `write_plan`, or compute them if there is none."""
+    """Open the spans of a split from the file of `write_plan`, or compute them without one."""
     if packing == "concat":
         return ConcatSpans(num_tokens, seq_len)
     try:

@@ -117,7 +117,7 @@ class PreparedData:
     def changes_from(self, before: PreparedData) -> list[str]:
         """Return a message for each training source whose tokens or packing differ from `before`.
 
-        If there is none, evaluation sources are compared, and then the vocabulary sizes.
+        Without one, evaluation sources are compared, and then the vocabulary sizes.
         """
         found = _changes("data.train", before.train, self.train) or _changes("data.eval", before.eval, self.eval)
         if not found and before.digest != self.digest:

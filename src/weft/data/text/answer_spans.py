@@ -371,7 +371,7 @@ def common_units(first: str, second: str) -> str:
 
 
 def last_unit(text: str) -> str:
-    """Return the last tag, word or punctuation character of a text, or "" if the text is blank."""
+    """Return the last tag, run of letters or punctuation character of a text, or "" if the text is blank."""
     return next((one for one in reversed(_UNITS.findall(text)) if one.strip()), "")
 
 

@@ -209,7 +209,7 @@ class JsonCodec:
         return "".join([*parts, marked.text[position:]])
 
     def _unfilled(self, marked: MarkedText, filled: str, tokens: Tokens) -> Tokens:
-        """Return the tokens of the original text, given those of `filled`.
+        """Return the tokens of the original text, given the tokens of `filled`.
 
         Of the sections between special tokens, only those that differ from the original text are encoded again.
         """

@@ -85,7 +85,7 @@ class _Budget:
             self.spend(size >> _COPY_BITS)
 
 
-#: Budget of the current rendering or compilation. `_current` sets one if there is none.
+#: Budget of the current rendering or compilation. `_current` sets a missing one.
 _budget: ContextVar[_Budget] = ContextVar("budget")
 
 

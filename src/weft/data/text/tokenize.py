@@ -450,8 +450,8 @@ Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
     """Return (ids, weights) of each document, without its end token.
 
-    The tokens that begin a document come first, except for stored ids. Weights are bool or float32, or None if all are
-    1. For a conversation that the chat template rejects, the result is its RefusedConversation.
+    Unless ids are stored, they begin with the tokens that begin a document. Weights are bool or float32, or None if
+    all are 1. For a conversation that the chat template rejects, the result is its RefusedConversation.
 
     Raises:
         DataError: if messages call tools and there is no chat template, or if the template is unusable.

@@ -219,7 +219,7 @@ class Tokenizer:
     def encode_prompt(self, turns: Sequence[Turn], tools: str = "") -> np.ndarray:
         """Return the ids of a conversation and of the prompt for the assistant's next turn.
 
-        Without a chat template (ChatML), the tokens that begin a document come first.
+        Without a chat template (ChatML), the result begins with the tokens that begin a document.
 
         Args:
             turns: the turns of the conversation.

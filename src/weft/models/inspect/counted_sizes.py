@@ -75,7 +75,7 @@ class Counted(int):
         Args:
             full: value on one process.
             part: value on one of the ranks.
-            misuse: called with a description of each use other than in integer arithmetic and reshapes. `{}` stands for
+            misuse: called with a description of each use other than in integer arithmetic and reshapes. `{}` means
                 the size in it.
         """
         found = Counted(full)

@@ -117,7 +117,7 @@ class FeatureFlow(TorchFunctionMode):
                 self.segments.setdefault(source, set()).add(mark.segment)
 
     def of(self, value: Any) -> Mark | None:
-        """Return a value's mark, or None if it has none or its layers are all in `alone`. Trace a custom backward."""
+        """Return a value's mark, or None if unmarked or its layers are all in `alone`. Trace a custom backward."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
         if found and not self.inside and id(value) not in self._traced:
             self.inside = True

@@ -190,7 +190,7 @@ def _with_attention(model: nn.Module, example: Any, found: FoundLayout, across_n
 
 
 def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
-    """Return the layout of a Hugging Face model's own plan, or None if there is none or Weft cannot use it.
+    """Return the layout of a Hugging Face model's own plan, or None if it does not exist or Weft cannot use it.
 
     A plan cannot be used if it has an unknown style, or omits modules among sharded layers.
     """

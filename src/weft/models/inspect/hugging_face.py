@@ -90,7 +90,7 @@ def model_of_config(config: Any) -> nn.Module:
 
 
 def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of one sample of each known input of a model, by name. Inputs of token ids are at the end.
+    """Return the shapes of one sample of each supported input of a model, by name. Inputs of token ids are at the end.
 
     For a model that replaces tokens by images (LLaVA), only the tokens are returned, since it also accepts text alone.
     The result is empty if no input is known.

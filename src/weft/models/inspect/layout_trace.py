@@ -80,7 +80,7 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
 
     Linear layers and embeddings are left out. The set is empty for a module that reads no such features.
 
-    example: see `trace_layout`. Raises LayoutError if the forward fails.
+    example: as in `trace_layout`. Raises LayoutError if the forward fails.
     """
     example = example_of(model) if example is None else example
     return dict(_Trace(model).run(example).inside)

@@ -393,7 +393,7 @@ class TokenStep:
             yield from self._give(mark, mark.dim)
 
     def _op_gather(self) -> Iterator[Any]:
-        """Follow a gather or scatter along another dim than that of the tokens.
+        """Follow a gather or scatter along a dim other than the token dim.
 
         Tensors without tokens must be constant along the dim of the tokens.
         """

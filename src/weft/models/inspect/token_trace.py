@@ -66,7 +66,7 @@ class TensorMarks:
         return isinstance(tensor, torch.Tensor) and id(tensor) in self._uniform
 
     def is_identical(self, tensor: torch.Tensor, from_end: int) -> bool:
-        """Return True if values are known to be equal along a dim, counted from the end, or if there is no such dim."""
+        """Return True if values are certainly equal along a dim, counted from the end, or if there is no such dim."""
         if from_end > tensor.dim() or id(tensor) in self._uniform:
             return True
         return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
@@ -97,7 +97,7 @@ class TensorMarks:
             self._kept += [output, base]
 
     def propagate_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
-        """Record which results of an operation are constant, and which tensors no longer are after a write in place."""
+        """Record which results of an operation are constant, and which tensors an in-place write makes non-constant."""
         if outputs and args and outputs[0] is args[0]:
             # All tensors that share the written memory may no longer be constant.
             base = self._bases.get(id(outputs[0]))
@@ -310,7 +310,7 @@ class TokenTrace:
         return before
 
     def _gather(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return a module's arguments with gathered tokens. A number computed from that of tokens is a problem."""
+        """Return a module's arguments with gathered tokens. Numbers computed from the number of tokens are problems."""
         if (counted := next(counted_in((args, kwargs)), None)) is not None:
             counted.misuse("gives {} to a module that gets all of them")
         width, style = self._division.entries.get(path), self._division.style_of(path)

@@ -164,7 +164,7 @@ def context_attention(
 ) -> Tensor:
     """Return attention over the full sequence for this rank's queries, (B, H, T, C), from `attend_sharded`.
 
-    A TorchFunctionMode, such as that of recompute=attention, can intercept this function.
+    A TorchFunctionMode, such as recompute=attention uses, can intercept this function.
     """
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):

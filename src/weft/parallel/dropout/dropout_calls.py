@@ -287,7 +287,7 @@ class ByPosition(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_callers(self) -> bool:
-        """Return True if the innermost module on the call stack is the site's, if there is none, or in compiled code.
+        """Return True if the call stack is empty, its innermost module is the site's, or the code is compiled.
 
         Calls of inner modules do not count, because they may be recomputed without the mode.
         """

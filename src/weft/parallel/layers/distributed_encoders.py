@@ -452,7 +452,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 
 
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
-    """Distribute the items of the encoders on this rank, with hooks. Call it after all other hooks are registered."""
+    """Add hooks that distribute the items of this rank's encoders. Call it after all other hooks are registered."""
     here = {path: module for path, module in model.named_modules() if not isinstance(module, StandIn)}
     found = {
         here[path]: Encoder(

@@ -145,7 +145,7 @@ def own_params(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
 
 
 def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
-    """Return the axes of each unit's parameters: those of experts, or `axes.plain`.
+    """Return the axes of each unit's parameters: the experts' axes, or `axes.plain`.
 
     Raises ModelError if a unit has experts and other parameters.
     """

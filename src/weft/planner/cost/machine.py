@@ -288,7 +288,7 @@ class Fabric:
 
         Args:
             rack_nodes: nodes of a rack; 0 without racks.
-            oversubscription: see `thinner`.
+            oversubscription: as in `thinner`.
         """
         domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
         return cls(

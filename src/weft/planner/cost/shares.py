@@ -98,7 +98,7 @@ def divided(columns: Columns, shares: Shares, stage: int) -> Array:
 
 
 def second_job(job: Job) -> Job | None:
-    """Return a job for the second, frozen model on the same sequences, or None if there is none."""
+    """Return a job for the second, frozen model on the same sequences, or None without one."""
     if job.frozen is None or job.frozen.shape is None:
         return None
     return replace(job, shape=job.frozen.shape, adapter=None, frozen=None)

@@ -163,7 +163,7 @@ class Profile:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file atomically. Create its folder if there is none.
+    """Write a file atomically. Create a missing folder.
 
     Raises:
         ConfigError: if it cannot be written.

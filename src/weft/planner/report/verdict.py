@@ -93,7 +93,7 @@ def remedies(
 ) -> list[MemoryRemedy]:
     """Return up to three changes of a plan that save memory.
 
-    Changes that save `missing_bytes` come first, the least disruptive first: number of microbatches, sharding,
+    Changes that save `missing_bytes` precede the others, the least disruptive first: number of microbatches, sharding,
     recompute, number formats, offloading, more devices. Other changes follow, the largest saving first. Changes that a
     rule rejects are excluded.
 

@@ -133,7 +133,7 @@ def _pipeline(plan: Plan) -> tuple[object, ...]:
 
 
 def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return the plans, fastest first. If times agree in four digits, plans with fewer words come first."""
+    """Return the plans, fastest first. If times agree in four digits, plans with shorter text precede."""
     times = defaultdict[float, list[Candidate]](list)
     for one in found:
         times[float(f"{one.rank_s:.3e}")].append(one)

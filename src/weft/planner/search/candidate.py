@@ -97,8 +97,8 @@ def _prices() -> dict[str, float]:
 def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, precision: str, *, causal: bool) -> float:
     """Return the model FLOPs utilization: FLOP/s without recompute, as a share of the devices' dense peak.
 
-    The peak depends on the precision. Few fp32 peaks are published: if there is none, fp32 is compared with the TF32
-    peak. Formats without any peak are compared with the half-precision peak. NaN if the device has no known peak.
+    The peak depends on the precision. Few fp32 peaks are published: without one, fp32 is compared with the TF32
+    peak. Formats without any peak are compared with the half-precision peak. NaN if the device has no published peak.
     """
     peak = cluster.device.peak_flops(precision)
     if peak is None and precision == "fp32":
@@ -293,7 +293,7 @@ class Estimated:
 
     @functools.cached_property
     def _sums(self) -> dict[str, NDArray[np.float64]]:
-        """Sums over terms and classes, for all rows at once. Sums for single rows may differ in the last digit."""
+        """Sums over terms and classes, for all rows. Sums for single rows may differ in the last digit."""
         names = ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "host_bytes")
         return {name: getattr(self._of[2], name) for name in names}
 

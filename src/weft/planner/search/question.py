@@ -88,8 +88,8 @@ class Question:
         """Return a query from names, as on the command line, with `fixed` as plan text ("tp=8 zero=1").
 
         Args:
-            model: see `read_model`.
-            cluster, profile: see `find_machines`.
+            model: as in `read_model`.
+            cluster, profile: as in `find_machines`.
             seq_len: tokens of a sequence; None uses the config's or a default.
             global_batch: sequences of a step; None uses the config's or a default.
             fixed: plan fields that the search must not change, as plan text or by name.

@@ -195,7 +195,7 @@ def descend(starts: Sequence[Candidate], question: Question, count: int) -> list
 
     For the best plans of some layouts, and for plans that would be best without a memory limit, all combinations of
     recompute and offload are tried in small steps, also with the smallest microbatch, which needs the least memory. The
-    descent continues from faster plans that are found this way.
+    descent continues from the faster plans found.
     """
     found = _descent(starts[:count], question)
     layouts: dict[tuple[int, int, int], Candidate] = {}

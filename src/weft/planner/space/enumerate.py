@@ -2,7 +2,7 @@
 
 All layers and stages of a plan are treated the same. The space is built in this order: meshes, numbers of microbatches,
 schedules, flags (all other fields). A rule prunes as soon as the fields that it reads are assigned. A partial plan that
-is pruned counts as all full plans that it stands for. The values of flags depend only on which axes are in use. So a
+is pruned counts as all full plans that it represents. The values of flags depend only on which axes are in use. So a
 part of the space is a table of meshes times a table of flags, and full plans are created only when they are read.
 """
 
@@ -212,7 +212,7 @@ class Tally:
         """Remove and count the plans that a rule rejects. Return the remaining table, its weights, and undecided rules.
 
         Args:
-            weights: number of full plans that each row stands for.
+            weights: number of full plans that each row represents.
             rest: values of fields that are not in the table, for the example of a rejected plan.
         """
 
@@ -262,7 +262,7 @@ class PlanGrid:
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
         """Yield the plans that the rules allow, in chunks, and count the others in `tally`.
 
-        A chunk has at most `most_rows` plans, or those of one mesh.
+        A chunk has at most `most_rows` plans, or the plans of one mesh.
         """
         left, right = _columns(self.meshes), _columns(self.flags)
         step = max(1, most_rows // len(self.flags))

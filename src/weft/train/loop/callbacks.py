@@ -218,7 +218,7 @@ class Saves:
     def halt(self, sentence: str) -> TrainingHalted:
         """Return the error for a run that went wrong. Waits for the running save, and does not begin another one.
 
-        Checkpoints that may have damaged weights are renamed (see `RunCheckpoints.halted`).
+        Checkpoints that may have damaged weights are renamed, as `RunCheckpoints.halted` describes.
         """
         self.wait()
         first_bad = self._loop.guard.first_bad

@@ -209,7 +209,7 @@ def write_pretrained(
 ) -> None:
     """Write full tensors with the model's own save_pretrained. Runs on one rank, without communication.
 
-    If the files have another dtype than the model's config says, the config and its file are changed to that dtype.
+    If the files' dtype differs from the model's config, the config and its file are changed to that dtype.
     """
     tensors = _in_format(whole, originals, dtype)
     formats = [tensors[name].dtype for name, one in originals.items() if one.is_parameter]

@@ -327,7 +327,7 @@ class Task:
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         """Return the metrics of a full evaluation by name.
 
-        sums: totals of `sums`, and those of `loss`: "loss" (sum of the losses) and "count" (their number).
+        sums: totals of `sums` and of `loss`: "loss" (sum of the losses) and "count" (their number).
         """
         return {}
 
@@ -427,7 +427,7 @@ class Task:
 
 
 class TaskModel(Protocol):
-    """The model of a task. Its methods are those of `Task`.
+    """The model of a task, with the methods of `Task`.
 
     `initial` is `Task.initial_model`, `weights` is `initial_weights`, and `line` is `model_line`.
     """

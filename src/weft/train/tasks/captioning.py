@@ -140,7 +140,7 @@ class CaptionTask(MixedTask):
     # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return the padded tokens of each sample, with those of its images and audio clips: int64 (samples,)."""
+        """Return the padded tokens of each sample, including its images and audio clips: int64 (samples,)."""
         records: MixedRecords = self.media("train")
         owners, is_sound, frames = self._media_frames()
         each = np.where(is_sound, sound_tokens(frames), (self.grid // 2) ** 2)

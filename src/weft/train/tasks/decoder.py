@@ -220,7 +220,7 @@ class OwnDecoder:
     def spec(self) -> DecoderSpec:
         """Shape of the model: from the run folder after it is opened, and before that from the config.
 
-        The vocabulary size is that of the prepared data, or a lower bound until the data is prepared.
+        The vocabulary size is the prepared data's, or a lower bound until the data is prepared.
         """
         if self._text.folder is not None:
             return decoder_of(self._text.folder)

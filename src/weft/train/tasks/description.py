@@ -86,7 +86,7 @@ class Forwards(Protocol):
     def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:
         """Run the model in evaluation mode, and return `each(output, batch)` per batch: a value per row of labels.
 
-        Values are summed over the cp ranks of a sequence. On ranks without output, such as those of the first pipeline
+        Values are summed over the cp ranks of a sequence. On ranks without output, such as ranks of the first pipeline
         stages, they are 0. Results are float64.
 
         Args:
@@ -169,7 +169,7 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
 
 
 def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
-    """Trace a model and return its description. The model is changed in place, and cannot be used afterwards.
+    """Trace a model and return its description. The model is modified, and cannot be used afterwards.
 
     It is moved to the meta device and bf16, and gets an adapter on its linear layers.
 
@@ -226,7 +226,7 @@ def _crossings(model: nn.Module) -> float:
 def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
     """Return (inputs, outputs, number of layers) for each shape of linear layers that can have an adapter.
 
-    Adds adapters to the model in place. Return () if no layer can have one.
+    Adds adapters to the model itself. Return () if no layer can have one.
     """
     try:
         record = adapted(add_adapter(model, rank=1))

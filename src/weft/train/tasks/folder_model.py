@@ -105,7 +105,7 @@ class FolderModel:
 
     @cached_property
     def num_rows(self) -> int | None:
-        """Number of embedding rows after adding rows to those of model.path.
+        """Number of embedding rows after adding rows to the embeddings of model.path.
 
         None if no rows are added, or model.path is missing.
         """
@@ -113,7 +113,7 @@ class FolderModel:
 
     @property
     def added_rows(self) -> Path | None:
-        """File with the rows that are added to the folder's embeddings, or None if there are none.
+        """File with the rows that are added to the folder's embeddings, or None without such rows.
 
         If the run folder has no such file, the rows are computed and written to a temporary file, which is deleted with
         this object.
@@ -165,7 +165,7 @@ class FolderModel:
     def check_weights(self, folder: RunFolder) -> None:
         """Check names and shapes of the model folder's weights, and set `notes`.
 
-        Does nothing if `folder` is that of a resumed run that reads all weights from a checkpoint.
+        Does nothing if `folder` belongs to a resumed run that reads all weights from a checkpoint.
 
         Raises:
             CheckpointError: if the weights cannot be read, or do not fit the model's config.
@@ -457,7 +457,7 @@ def source_with_head(
         folder: config.json and safetensors files.
         seed: seed of new tensors.
         new_head: if True, ignore the head in the files.
-        added: file of rows that follow those of the folder's embeddings, or None.
+        added: file of rows to append to the folder's embeddings, or None.
 
     Raises:
         CheckpointError: if files or other tensors are missing, damaged or do not fit the model.

@@ -245,7 +245,7 @@ _TYPICAL = 64
 class MixedTask(MediaTask):
     """Trains on samples of text with images and audio clips. A subclass defines the model and the loss.
 
-    For the options see `CaptionTask`.
+    The options are as in `CaptionTask`.
     """
 
     data: str

@@ -429,7 +429,7 @@ def ready_reference(
 ) -> dict[str, np.ndarray]:
     """Return the reference's log-probabilities, fp64 (N, 2), of each set. All ranks call it.
 
-    They are read from the run folder. If it has none, they are computed with the current model without its adapter, and
+    They are read from the run folder. If missing, they are computed with the current model without its adapter, and
     stored in the run folder.
 
     Args:

@@ -70,7 +70,7 @@ def find_task(config: RunConfig) -> Task:
 
 
 def classified(config: RunConfig) -> str:
-    """Return the name of the task that `task.name = "classify"` stands for.
+    """Return the name of the task that `task.name = "classify"` means.
 
     It depends on the class of the model in the folder model.path, or without a folder on the task option `model`.
 

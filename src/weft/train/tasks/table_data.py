@@ -348,7 +348,7 @@ def settled_labels(
 ) -> dict[str, Any]:
     """Return "labels", the class names in order, and "ids", the class id of each name.
 
-    The names are those of `option`, or by default the labels in the data. The folder's classes are used instead if they
+    The names are the values of `option`, by default the labels in the data. The folder's classes replace them if they
     include all names (with `option`, if there are also as many), or if there is no `option` and all labels are indices
     of the folder's classes. Names are compared with the folder's without regard to case and word separators.
 

@@ -33,7 +33,7 @@ _AT_ONCE = 2**14
 
 
 def number_of_rows(config: RunConfig, folder: Path) -> int | None:
-    """Return the number of embedding rows after adding the config's rows to those of model.path.
+    """Return the number of embedding rows after adding the config's rows to the embeddings of model.path.
 
     Return None if the config adds no rows.
 

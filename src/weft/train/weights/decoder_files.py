@@ -89,7 +89,7 @@ def keep_files(
 
 
 def refuse_other_data(folder: RunFolder, data: PreparedData) -> None:
-    """Check that tokenized data is that of the run in `folder`.
+    """Check that tokenized data belongs to the run in `folder`.
 
     Raises:
         DataError: if it differs, with the difference.

@@ -138,7 +138,7 @@ def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str,
 def load_pretrained(model: nn.Module, folder: Path, added: Path | None = None) -> None:
     """Load the weights of a folder into a plain model on one device.
 
-    added: file of rows that follow those of the folder's embeddings, or None.
+    added: file of rows to append to the folder's embeddings, or None.
 
     Raises:
         CheckpointError: if the weights cannot be read, or do not fit the model.
