@@ -108,10 +108,11 @@ def is_hub_text(text: str) -> bool:
 def model_name(text: str, key: str = "model.path") -> HubName | None:
     """Return the hub name that a model's path means, or None if the text is a path.
 
-    Text is a path if that path exists, or if it does not have the form OWNER/NAME[@REVISION].
+    Text that begins with hf:// is a name. Other text is a path if that path exists, or if it does not have the form
+    OWNER/NAME[@REVISION].
 
     Raises:
-        ConfigError: if the text may be either, or is not a valid name.
+        ConfigError: if the text is not a valid name, or if a folder OWNER exists, so that a path may be meant.
     """
     if is_hub_text(text):
         return parse(text, "model", key)

@@ -391,9 +391,10 @@ def open_tensors(path: Location, framework: str = "pt") -> Any:
 
 
 def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[str]:
-    """Return the differences between a file's header and the manifest: names, else dtypes and shapes.
+    """Return the differences between a file's header and the manifest, or [] if there are none.
 
-    If the header cannot be read, return the reason.
+    If the tensor names differ, only the first name is reported; else all dtypes and shapes that differ. If the header
+    cannot be read, return the reason.
     """
     try:
         handle = open_tensors(path, "numpy")  # only for names and shapes

@@ -65,7 +65,11 @@ class Target(Protocol):
         ...
 
     def lock(self, held: contextlib.ExitStack) -> None:
-        """Lock out other writers until `held` closes, if the target has locks."""
+        """Lock out other writers until `held` closes, if the target has locks.
+
+        Raises:
+            CheckpointError: immediately, if another process has the lock.
+        """
         ...
 
     def prepare(self, held: contextlib.ExitStack) -> None:

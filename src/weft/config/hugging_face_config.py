@@ -1,6 +1,6 @@
-"""Sizes from a Hugging Face config.json or config object, under the key names of all model families.
+"""Sizes in a Hugging Face config.json or config object, under the key names of all model families: reads and sets them.
 
-This is the only module with these names. It needs no torch.
+It needs no torch.
 """
 
 from __future__ import annotations

@@ -150,7 +150,10 @@ class SingleProcess:
         return dropout(x)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Return the input of an additional matmul with the layer's own weight."""
+        """Prepare `x` for a matmul with the layer's own weight, as DoRA with dropout needs.
+
+        Ranks that share the layer communicate.
+        """
         return x
 
     def low(self, h: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""State of wires from step to step, such as error feedback, for each communicated tensor.
+"""State of wire formats (`Wire`) between steps, such as residuals of error feedback, for each communicated tensor.
 
-A step may be skipped. The states that `encode` returns are stored if the step was applied (`commit`) and dropped if it
-was not (`discard`), so that error feedback never includes gradients that were not applied.
+A step may be skipped. A `Coder` therefore stores the new states of a step only if it was applied (`commit`), and drops
+them if it was not (`discard`), so that error feedback never includes gradients that were not applied.
 """
 
 from __future__ import annotations

@@ -221,7 +221,10 @@ def _position(
 
 
 def _outside_blocks(model: nn.Module, units: set[str]) -> Iterator[Site | str | int]:
-    """Yield the topmost modules outside the blocks, names of parameters in no such module, and 1 after each block."""
+    """Yield, in order of registration, the topmost modules with parameters outside the blocks, and 1 for each block.
+
+    Also yield the names of parameters that belong to no such module.
+    """
 
     def look_into(module: nn.Module, path: str) -> Iterator[Site | str | int]:
         for name, _ in module.named_parameters(recurse=False):

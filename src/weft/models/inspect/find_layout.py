@@ -144,10 +144,10 @@ def find_layout(model: nn.Module, example: Any = None) -> Layout:
 
 
 def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
-    """Return the layout with the reason for each pattern.
+    """Return the layout, its source, and reasons by pattern (none for Weft's own models with experts).
 
     example: arguments of a forward, for a model that takes neither ids nor images. Raises LayoutError if no layer can
-    be sharded.
+    be sharded, or if the model must be traced and its forward fails.
     """
     if isinstance(model, KnownModel):
         reasons: Mapping[str, str] = {} if model.has_routers else trace_layout(model).reasons

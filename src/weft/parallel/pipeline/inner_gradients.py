@@ -33,7 +33,10 @@ class PartialGradient(ModelError):
 def partial_gradients_refused(
     path: str, args: Sequence[Tensor], given: Sequence[Tensor], received: Sequence[Tensor], tied: Sequence[Tensor] = ()
 ) -> Generator[None]:
-    """Within the context, refuse gradients with respect to tensors on which received tensors depend.
+    """Within the context, refuse gradients that would lack the part that passes through earlier stages.
+
+    These are gradients with respect to `given` or `tied` of results that depend on `received`. At the end, tensors of
+    `given` in `args` on which the module enabled requires_grad are refused too.
 
     Raises PartialGradient. With gradients disabled, the graph does not show whether a result depends on received
     tensors, so a plain ModelError is raised, and the check of the first batch repeats the forward with gradients.
@@ -41,9 +44,10 @@ def partial_gradients_refused(
     Args:
         path: path of the module that runs.
         args: its tensor arguments.
-        given: tensors of this stage that modules of earlier stages also read; empty to refuse nothing.
+        given: tensors of this stage that modules of earlier stages also read.
         received: tensors that earlier stages computed.
-        tied: the module's parameters that modules of earlier stages also have.
+        tied: the module's parameters that modules of earlier stages also have. Nothing is refused if `given` is empty
+            too.
     """
     fixed = [each for each in args if not each.requires_grad and any(each is one for one in given)]
     used = _edges([*given, *tied])

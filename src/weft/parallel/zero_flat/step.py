@@ -40,9 +40,12 @@ MOST_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class PassEnd:
-    """State after a microbatch: for each slot its gradient, view of the bucket's gradient, and number of deliveries.
+    """Gradient state after a microbatch.
 
-    buckets: for each bucket, its full gradients, and True if gradients were collected in them.
+    Attributes:
+        slots: for each parameter, `param.grad`, its view of the bucket's gradient, and how often autograd has delivered
+            its gradient in this backward (`Slot.fired`).
+        buckets: for each bucket, its full gradients, and True if gradients were collected in them.
     """
 
     slots: tuple[tuple[torch.Tensor | None, torch.Tensor | None, int], ...]

@@ -5,8 +5,8 @@ with a causal mask to its own keys, and without a mask to the keys of each of th
 than the queries are skipped. Each block gives an output and a log-sum-exp, which are accumulated in fp32. With Ulysses,
 a rank runs one attention over all tokens for a part of the heads.
 
-Letters: c is the context-parallel size; q and kv are the widths of queries and keys on a rank, both for the `tokens` of
-a microbatch.
+c is the context-parallel size. `q` and `kv` are the widths (features per token) of queries and of keys on a rank, and
+`tokens` is the number of tokens of a microbatch on a rank.
 """
 
 from __future__ import annotations

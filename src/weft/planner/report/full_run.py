@@ -221,9 +221,9 @@ def goodput(failure_s: float, save_s: float, stall_s: float, restart_s: float) -
 
 
 def _write_s(question: Question, terms: RunTerms) -> float | None:
-    """Return the time (s) to write trained weights and optimizer states to storage.
+    """Return the time (s) to write trained weights and optimizer states to storage, or None if its rate is unknown.
 
-    One checkpoint must be on storage before the next is taken.
+    Raises ConfigError if checkpoints are taken faster than they can be written.
     """
     if terms.store_rate is None:
         return None

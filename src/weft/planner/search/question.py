@@ -243,14 +243,16 @@ def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
 
 
 def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:
-    """Return the cluster and its profile, or None without a profile.
+    """Return the cluster, and its profile or None.
 
     Args:
         cluster: "here" or "4xhere" for this machine, a profile's file (.json), or as in `read_cluster`.
-        profile: file of the profile. None reads the default file if the cluster is this machine.
+        profile: file of the profile. None reads the default file if the cluster is this machine. Ignored if the cluster
+            is a profile's file.
 
     Raises:
-        ConfigError: for unreadable input, or a profile of another device than the cluster's.
+        ConfigError: for unreadable input, a profile of another device than the cluster's, or, if the cluster is this
+            machine, no profile or one that is no longer valid.
     """
     path = Path(profile) if profile is not None else None
     if isinstance(cluster, str) and profile_tables.is_this_machine(cluster):

@@ -295,7 +295,10 @@ def _sums(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
-    """Return True if gradients differ by more than rounding, according to their `_sums`."""
+    """Return True if gradients differ by more than rounding, according to their `_sums`.
+
+    Return False if the sums have different shapes or are empty, because they cannot be compared.
+    """
     if one.shape != other.shape or not len(one):
         return False
     norms = torch.maximum(one[:, -1], other[:, -1].abs())

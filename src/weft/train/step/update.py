@@ -68,7 +68,7 @@ class StepMetrics:
         loss: mean over all tokens of the global batch, before the update.
         grad_norm: gradient norm before clipping.
         skipped: reason for a skipped update, or None.
-        wants_stop: True if a rank requested a stop, or that the ranks read the user's requests.
+        wants_stop: True if a rank requested a stop, or if the ranks must read the user's requests.
         update_ratio: norm of the update divided by the norm of the weights, if it was measured and the step applied.
 
     On a GPU the first access to a number waits until the device has computed it. The next step reads the numbers too,
