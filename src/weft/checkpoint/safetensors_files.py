@@ -391,7 +391,7 @@ def open_tensors(path: Location, framework: str = "pt") -> Any:
 
 
 def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[str]:
-    """Return the differences between a file's header and the manifest, or [] if there are none.
+    """Return the differences between a file's header and the manifest, or [] if they agree.
 
     If the tensor names differ, only the first name is reported; else all dtypes and shapes that differ. If the header
     cannot be read, return the reason.

@@ -150,10 +150,7 @@ class SingleProcess:
         return dropout(x)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Prepare `x` for a matmul with the layer's own weight, as DoRA with dropout needs.
-
-        Ranks that share the layer communicate.
-        """
+        """Prepare `x` for a second matmul by the layer's own weight (DoRA with dropout). May communicate over tp."""
         return x
 
     def low(self, h: Tensor) -> Tensor:

@@ -232,8 +232,8 @@ class WrittenHeads:
     def of(cls, module: nn.Module) -> WrittenHeads | None:
         """Return the heads of a module, read from its attributes, or None if they cannot be determined.
 
-        Without an attribute for the width of a head, the width is the inputs of the linear children divided by the heads.
-        The children must all have the same number of inputs, which the heads divide.
+        Without an attribute for the width of a head, the width is the inputs of the linear children divided by the
+        number of heads. The children must all have the same number of inputs, which the heads divide.
         """
         known = Heads.of(module)
         if known.count:
