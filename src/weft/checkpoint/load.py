@@ -1,4 +1,4 @@
-"""Find the newest complete checkpoint, verify it, and read it lazily. This module writes nothing."""
+"""Find the newest complete checkpoint, verify it, and read it lazily. No checkpoint is modified."""
 
 from __future__ import annotations
 

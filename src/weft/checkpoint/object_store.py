@@ -1,4 +1,6 @@
-"""Object store paths with the part of pathlib's API that reading needs, on any file system of fsspec.
+"""Checkpoints in object stores, on any file system of fsspec.
+
+`StorePath` has the part of pathlib's API that reading needs. `StoreTarget` writes and deletes.
 
 Examples are s3://bucket/prefix, gs://bucket/prefix, abfs://container/prefix, memory://name. Credentials are configured
 outside Weft, as for each store's tools: by environment variables or by files in the home folder.

@@ -51,9 +51,10 @@ def root_of(word: str | Location) -> Location:
 
 
 def one_of(word: str) -> Location:
-    """Return the folder of the checkpoint that an argument names; for a run, of its newest one.
+    """Return the folder of the checkpoint that an argument names.
 
-    Raise ConfigError if no checkpoint exists, and CheckpointError if the named folder is incomplete.
+    The argument is the folder itself, RUN@STEP, or a run for its newest checkpoint. A folder with COMMIT or manifest.json is returned without a check. Raise ConfigError if no checkpoint exists, and
+    CheckpointError if a step's folder has neither file.
     """
     path = located(word)
     if (path / "COMMIT").exists() or (path / "manifest.json").exists():

@@ -210,13 +210,12 @@ def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
 
 
 def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
-    """Return rank 0's message after checking it against this rank's own command.
+    """Parse a message that claims to be rank 0's: an exit code, or the run folder's path, files and config.
 
-    Without a process group, the message cannot be signed. It is compared with rank 0's once the process group exists.
-    Until then it may not change the code to run or the folder to write.
+    Before the process group exists, its sender is not verified. So it may not change the code to run or the folder to
+    write from what this rank's own command says. Once the group exists, the ranks compare their settings.
 
-    Raises:
-        CommError: if it does.
+    Raises CommError: if it does change them, or is malformed.
     """
     from weft.config.files import parse_config
     from weft.train.folder import run_folder

@@ -82,7 +82,10 @@ class Ledger:
         return self._entries.get((axis, operation), LedgerEntry())
 
     def sent(self) -> dict[str, int]:
-        """Return the bytes communicated so far by axis. Other threads may call this; it does not wait."""
+        """Return the total `num_bytes` of all collectives so far, by axis: sizes of tensors, not bytes sent.
+
+        Other threads may call this; it does not wait.
+        """
         found: dict[str, int] = {}
         for (axis, _), entry in list(self._entries.items()):
             found[axis] = found.get(axis, 0) + entry.num_bytes

@@ -163,7 +163,11 @@ class TrainerStep:
         return loss, int(counts)
 
     def _scales(self, inputs: Any) -> bool:
-        """Return True if the loss is a sum divided by the number of items, and False if it is a mean of its batch."""
+        """Return True if the loss counts as a sum divided by the number of items, and False for a mean of its batch.
+
+        On one data rank this is so if there is a number of items. For a custom compute_loss, all ranks find it in the
+        first call by two forwards, which raises ModelError if the loss is neither.
+        """
         trainer = self._trainer
         if self._items is None or self._mesh.data.size == 1:
             return self._items is not None

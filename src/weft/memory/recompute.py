@@ -4,8 +4,9 @@ The class of each repeated block is replaced by a subclass whose forward runs un
 state_dict names and the block's other methods do not change, also in copies of the model. Hooks of the block, such as
 parameter gathering, run outside the recomputed part. torch.compile traces through it.
 
-The bytes that a policy saves are measured in the first training forward, in which every block is run once more
-(`trace_block`). Under a budget, this first forward saves as little as possible, and the policies are chosen at its end.
+The bytes that a policy saves are measured in the first training forward, in which `trace_block` runs the first block of
+each kind (equal class and shapes) two more times. recompute=full needs no trace, except of blocks with buffers. Under a
+budget, this first forward saves as little as possible, and the policies are chosen at its end.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class StepDecision:
     """Decision to take or skip a step, from sums over all ranks. Equal on all ranks.
 
     Args:
-        numbers: 1-D float64 on the device: sum of losses, number of tokens, ..., norm of the unscaled gradient sum.
+        numbers: 1-D float64 on the device: sum of losses, number of tokens, ..., norm of the gradient sum. The norm
+            still includes `scale` and the division by `nominal`.
         nominal: divisor of the loss before backward.
         scale: loss scale of this step.
         max_norm: clip limit of the gradient norm; 0 turns clipping off.

@@ -167,7 +167,10 @@ class _Runs:
         return sizes
 
     def even(self, most: float, number: int) -> list[range]:
-        """Return at most `number` runs whose maximum cost is lowest. No run costs more than `most`."""
+        """Return at most `number` runs whose maximum cost is lowest, to within 0.2 %.
+
+        `split_at_cost(most)` must give at most `number` runs. No run costs more than `most`, if no single sample does.
+        """
         low, high = 0.0, most
         while high - low > 2e-3 * high:
             middle = (low + high) / 2

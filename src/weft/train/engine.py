@@ -86,8 +86,8 @@ class Measures:
 
     Attributes:
         board: channel for the ranks' reports.
-        traffic: function that returns the bytes that this rank has sent, by metric name. The monitoring thread calls
-            it.
+        traffic: function that returns the bytes of this rank's tensors in collectives so far, by metric name. The
+            monitoring thread calls it.
         memory: function that returns the device memory in bytes by metric name. Called once, between two steps.
         gpu: UUID of the rank's GPU; None on other devices.
     """

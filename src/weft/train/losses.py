@@ -1,6 +1,7 @@
-"""Losses that compare each sample with all others of the global batch. The result is the same under every plan.
+"""Losses that compare samples of the global batch or of a group, float32 outputs for losses, and checks of results.
 
-Every rank needs the features of all samples, and a sample's gradient has terms from all ranks. Features are gathered
+`GlobalBatchLoss` compares each sample with all others. The result is the same under every plan that supports it. Every
+rank needs the features of all samples, and a sample's gradient has terms from all ranks. Features are gathered
 over ranks and microbatches without their graphs. The loss of a rank's own samples gives gradients of all features,
 which are summed over the ranks. Backward then starts from the gradients of the rank's own features. With several
 microbatches, a first pass without graphs computes the features, so that only one microbatch's activations are in memory

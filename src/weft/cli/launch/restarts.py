@@ -191,7 +191,11 @@ def cause_of(failure: Failure) -> str:
 
 
 def config_for_world_size(config: RunConfig, num_ranks: int) -> RunConfig:
-    """Return the config for torchrun's ranks, with a new plan if a machine is gone (launch.min_ranks)."""
+    """Return the config for torchrun's ranks.
+
+    It has plan=auto if the ranks are fewer than the plan's, and at least launch.min_ranks. Otherwise it is unchanged,
+    as with plan=auto or without launch.min_ranks.
+    """
     least = config.launch.min_ranks
     if least is None or num_ranks < least or is_auto(config.plan):
         return config

@@ -273,7 +273,10 @@ class _Trace:
         self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
 
     def styles(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return style and reason of each module that is sharded or works on sharded features, in module order."""
+        """Return the style and the reason of each module or parameter that is sharded or next to sharded layers.
+
+        The styles are in module order. They include "partial" modules, which work on sharded features, and "replicate" ones, which do not.
+        """
         styles: dict[str, str] = {}
         reasons: dict[str, str] = {}
         # Columns of parameters that are read outside their layers are not sharded.

@@ -367,7 +367,7 @@ class DropSite:
 
     @property
     def is_plain(self) -> bool:
-        """True if the module was unpickled outside its mesh."""
+        """True if the module was unpickled: it has no `Drops`, and behaves like the original class."""
         return self._drops is None
 
     def key(self, key: int, call: int) -> int:

@@ -21,9 +21,11 @@ from weft.models.inspect import hugging_face
 
 
 def track_row_lengths(model: nn.Module, cp: int) -> None:
-    """Make a transformers model choose its RoPE table for each document, with hooks. cp: ranks that share a sequence.
+    """Add hooks that make a transformers model with longrope choose its RoPE table for each document.
 
-    Does nothing for models whose RoPE is neither longrope nor dynamic.
+    Forwards with longer documents than the original table raise ModelError for dynamic RoPE, for cp > 1, and if each
+    kind of layer has its own table and the batch has short documents too. Does nothing for models with other RoPE.
+    cp: ranks that share a sequence.
     """
     if not hugging_face.is_hugging_face(model):
         return

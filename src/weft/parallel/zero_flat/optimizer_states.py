@@ -293,9 +293,10 @@ def _gather_key(
 
 
 def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load this rank's slices from full states.
+    """Load this rank's slices from full states, named `parameter/key`.
 
-    Raises CheckpointError for a state that does not fit its parameter, or whose parameter the optimizer does not train.
+    Raises CheckpointError for a state whose parameter the optimizer does not train, or that has another shape than a
+    sharded parameter. States of unsharded parameters are loaded in any shape.
     """
     slots = {slot.name: slot for slot in adoption.slots}
     for full_name, saved in tensors.items():

@@ -318,7 +318,7 @@ class Columns:
         """Return one row as a plan.
 
         Raises:
-            PlanError: if the runtime does not support a value (fp8).
+            PlanError: if the runtime does not support a value (fp4).
         """
         return self[np.array([row])].plans()[0]
 
@@ -326,7 +326,7 @@ class Columns:
         """Return every row as a plan.
 
         Raises:
-            PlanError: if the runtime does not support a value of any plan (fp8).
+            PlanError: if the runtime does not support a value of any plan (fp4).
         """
         fields: dict[str, list[Any]] = {}
         for name, known in PLAN_FIELDS.items():

@@ -98,7 +98,10 @@ class Forwards(Protocol):
         ...
 
     def second(self, call: Callable[[Any], Any]) -> Any:
-        """Return call(second model) without gradients, for a batch that is already sharded for this rank."""
+        """Return call(model) without gradients, for the model of `Task.second_model`, such as a teacher.
+
+        Batches in the call must already be sharded for this rank. Only for tasks with such a model.
+        """
         ...
 
     def total(self, values: Tensor) -> Tensor:
