@@ -53,8 +53,9 @@ def root_of(word: str | Location) -> Location:
 def one_of(word: str) -> Location:
     """Return the folder of the checkpoint that an argument names.
 
-    The argument is the folder itself, RUN@STEP, or a run for its newest checkpoint. A folder with COMMIT or manifest.json is returned without a check. Raise ConfigError if no checkpoint exists, and
-    CheckpointError if a step's folder has neither file.
+    The argument is the folder itself, RUN@STEP, or a run for its newest checkpoint. A folder with COMMIT or
+    manifest.json is returned without a check. Raise ConfigError if no checkpoint exists, and CheckpointError if a
+    step's folder has neither file.
     """
     path = located(word)
     if (path / "COMMIT").exists() or (path / "manifest.json").exists():

@@ -212,8 +212,8 @@ def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
 def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
     """Parse a message that claims to be rank 0's: an exit code, or the run folder's path, files and config.
 
-    Before the process group exists, its sender is not verified. So it may not change the code to run or the folder to
-    write from what this rank's own command says. Once the group exists, the ranks compare their settings.
+    Before the process group exists, its sender is not verified. So it may not change the code to run or the
+    folder to write, which this rank's own command sets. Once the group exists, the ranks compare their settings.
 
     Raises CommError: if it does change them, or is malformed.
     """

@@ -4,7 +4,7 @@
 |---|---|---|
 | all on one host (same boot, process namespace and user; x86-64 Linux) | CPU, gloo | shared memory |
 | on several hosts, with 2, 4, 8 ... neighbors on each | CPU, gloo | two levels: within hosts, then between them |
-| on several hosts, otherwise or with `route=flat`; or on one host without shared memory | CPU, gloo | gloo exchange: gloo moves the bytes, sums are computed here |
+| all others, and several hosts with `route=flat` | CPU, gloo | gloo exchange: gloo moves the bytes, we compute sums |
 | any | CUDA (nccl), or CPU with another backend than gloo | the backend's collectives |
 | any | CUDA in a gloo group, such as several ranks on one GPU | staged: copied to the host, then as above |
 

@@ -324,11 +324,7 @@ def _split_description(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _described(text: str) -> DeviceSpec:
-    """Return the described device.
-
-    Raise ConfigError for text that is not a description, for all unknown fields, or for missing fields or invalid
-    values.
-    """
+    """Return the described device. Raise ConfigError for an invalid description; it names all unknown fields."""
     name, fields = _split_description(text)
     known, problems = [*_FIELDS, *_DTYPES], list[Problem]()
     table: dict[str, object] = {_FIELDS[field]: value for field, value in fields.items() if field in _FIELDS}

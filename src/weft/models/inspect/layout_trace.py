@@ -275,7 +275,8 @@ class _Trace:
     def styles(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return the style and the reason of each module or parameter that is sharded or next to sharded layers.
 
-        The styles are in module order. They include "partial" modules, which work on sharded features, and "replicate" ones, which do not.
+        The styles are in module order. They include "partial" modules, which work on sharded features, and "replicate"
+        ones, which do not.
         """
         styles: dict[str, str] = {}
         reasons: dict[str, str] = {}
