@@ -150,7 +150,7 @@ class SingleProcess:
         return dropout(x)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Prepare `x` for a second matmul by the layer's own weight (DoRA with dropout). May communicate over tp."""
+        """Return `x` ready for a second matmul by the layer's own weight (DoRA with dropout). May communicate over tp."""
         return x
 
     def low(self, h: Tensor) -> Tensor:
