@@ -150,7 +150,7 @@ class SingleProcess:
         return dropout(x)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Return `x` ready for a second matmul by the layer's own weight (DoRA with dropout). May communicate over tp."""
+        """Return `x` ready for another matmul by the layer's own weight (DoRA with dropout). May communicate."""
         return x
 
     def low(self, h: Tensor) -> Tensor:
