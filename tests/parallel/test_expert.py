@@ -249,25 +249,36 @@ class Unstacked(nn.Module):
         self.experts = nn.Linear(4, 6)
 
 
-def distribute_times(plan_text: str, model: nn.Module, layout: str | None = None, times: int = 1) -> None:
-    mesh = build_mesh(Plan.parse(plan_text))
-    for _ in range(times):
-        distribute_experts(model, mesh, Layout.parse(layout) if layout else None)
+def distribute_once(plan_text: str, model: nn.Module, layout: str | None = None) -> None:
+    distribute_experts(model, build_mesh(Plan.parse(plan_text)), Layout.parse(layout) if layout else None)
 
 
-@pytest.mark.parametrize(("model", "layout", "times", "text"), [
-    (nn.Linear(2, 2), None, 1, "ep=2: the model Linear has no experts. Use ep=1, or name its modules of stacked "
+@pytest.mark.parametrize(("model", "layout", "text"), [
+    (nn.Linear(2, 2), None, "ep=2: the model Linear has no experts. Use ep=1, or name its modules of stacked "
      "experts in a layout, such as blocks.*.mlp.experts=expert."),
-    (UsersModel(3), "experts=expert", 1, "ep=2: 'experts' has 3 experts, and 3 is not a multiple of 2. "
+    (UsersModel(3), "experts=expert", "ep=2: 'experts' has 3 experts, and 3 is not a multiple of 2. "
      "Use ep=1 or 3."),
-    (Unstacked(), "experts=expert", 1, "module 'experts': experts can be divided only if every parameter stacks them "
+    (Unstacked(), "experts=expert", "module 'experts': experts can be divided only if every parameter stacks them "
     "in dim 0, and its parameters are weight (6, 4), bias (6,). Stack the experts, or leave the module out of the "
      "layout."),
-    (UsersModel(4), "experts=expert", 2, "module of type UsersExperts: its experts are already divided over ep. "
-    "Build a new model."),
 ])  # fmt: skip
-def test_undividable_experts_are_rejected(model, layout, times, text, ranks2):
+def test_undividable_experts_are_rejected(model, layout, text, ranks2):
     with pytest.raises(CommError) as caught:
-        ranks2.run(distribute_times, "dp_shard=2 ep=2", model, layout, times)
+        ranks2.run(distribute_once, "dp_shard=2 ep=2", model, layout)
     assert text in str(caught.value)
     assert ModelError.__name__ in str(caught.value)
+
+
+def distribute_again(then: str) -> tuple[str, list[int]]:
+    """Return the error of a second distribution, as after a failed `parallelize`, and the experts in each parameter."""
+    model, layout = UsersModel(2), Layout.parse("experts=expert")
+    distribute_experts(model, build_mesh(Plan.parse("dp_shard=2 ep=2")), layout)
+    with pytest.raises(ModelError) as caught:
+        distribute_experts(model, build_mesh(Plan.parse(then)), layout)
+    return str(caught.value), [len(param) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("then", ["dp_shard=2 ep=2", "dp_shard=2"])
+def test_distributed_experts_are_rejected_unchanged(then, ranks2):
+    text = "module of type UsersExperts: its experts are already divided over ep. Build a new model."
+    assert ranks2.run(distribute_again, then) == [(text, [1, 1])] * 2

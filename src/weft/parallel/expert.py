@@ -284,6 +284,9 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
         if not any(isinstance(module, StandIn) for module in model.modules()):
             expect_experts(model, layout, ep.size)
         return {}
+    if divided := next((one for one in found.values() if isinstance(one, DistributedExperts)), None):
+        kind = type(divided).__name__
+        raise ModelError(f"module of type {kind}: its experts are already divided over ep. Build a new model.")
     if ep.size == 1 and tp.size == 1:
         return {}
     whole_tokens = tp if not mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
@@ -291,9 +294,6 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
     for path, experts in found.items():
         placements.update(_keep_own(path, experts, ep))
         spread = TokenDispatch(ep, whole_tokens, layers.num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
-        if isinstance(experts, DistributedExperts):
-            kind = type(experts).__name__
-            raise ModelError(f"module of type {kind}: its experts are already divided over ep. Build a new model.")
         replace_class(experts, DistributedExperts, _members, spread=spread)
     return placements
 
