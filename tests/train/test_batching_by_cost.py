@@ -21,7 +21,7 @@ from weft.errors import ConfigError, DataError, PlanError, WeftWarning
 from weft.monitor.events import tail_events
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.batching_by_cost import CostBorders, Costs, _Runs
+from weft.train.batching_by_cost import CostBorders, Costs, TokenCosts, _Runs
 from weft.train.data_share import Share
 from weft.train.folder import RunFolder
 from weft.train.microbatches import Microbatches
@@ -287,3 +287,12 @@ def test_old_public_names_work_with_a_warning():
     with pytest.warns(WeftWarning, match=r"TrainStep\.arrive is now wait_for_weights"):
         TrainStep.arrive(SimpleNamespace(wait_for_weights=lambda: calls.append(1)))
     assert calls == [1]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_output_layer_has_a_cost_and_embeddings_have_none(is_tied):
+    table, head = torch.nn.Embedding(50, 4), torch.nn.Linear(4, 50, bias=False)
+    if is_tied:
+        head.weight = table.weight
+    model = torch.nn.Sequential(table, torch.nn.Linear(4, 4), head)
+    assert TokenCosts.of(model, 1, 4) == TokenCosts(4 * 50 + 4 * 4 + 4, 8.0)

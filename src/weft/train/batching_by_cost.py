@@ -440,8 +440,10 @@ class TokenCosts:
         """
         from torch import nn
 
-        tables = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
-        weights = sum(param.numel() for param in module.parameters() if id(param) not in tables)
+        layers = [one for one in module.modules() if not isinstance(one, nn.Embedding)]
+        # By id, because an output layer may share the weight of an embedding.
+        params = {id(param): param for one in layers for param in one.parameters(recurse=False)}
+        weights = sum(param.numel() for param in params.values())
         # A token costs 2 FLOPs for each weight, and 4 for each attended token, for each feature of each layer.
         return TokenCosts(float(weights), 2.0 * num_layers * dim)
 
