@@ -46,6 +46,21 @@ def test_device_waits_are_read_only_on_demand():
     assert (ledger.entry("tp", "all_gather").seconds, ledger.entry("dp_shard", "all_gather").seconds) == (4.0, 0.5)
 
 
+def test_reading_entries_keeps_the_times_between_marks():
+    ledger, wait = Ledger(), Wait(2.0)
+    start = ledger.mark()
+    ledger.record("tp", "all_reduce", 8, wait)
+    end = ledger.mark()
+    assert [ledger.entry("tp", "all_reduce").seconds for _ in range(2)] == [2.0, 2.0]
+    ledger.table()
+    assert ledger.seconds_between(start, end) == {"tp": 2.0}
+    ledger.clear()
+    assert ledger.seconds_between(start, end) == {"tp": 2.0}
+    ledger.record("tp", "all_reduce", 8, Wait(0.5))
+    assert ledger.entry("tp", "all_reduce").seconds == 0.5
+    assert ledger.seconds_between(end, ledger.mark()) == {"tp": 0.5}
+
+
 def test_number_of_unread_waits_is_bounded():
     ledger = Ledger()
     waits = [Wait(1.0) for _ in range(2**14 + 5)]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from weft.comm.mesh import Waited
 from weft.units import format_bytes
 
-#: Maximum number of stream waits whose time was not read yet. One step has fewer; older waits are complete.
-_MOST_UNREAD = 2**14
+#: Maximum number of stream waits kept for `seconds_between`. One step has fewer; older waits are complete.
+_MOST_KEPT = 2**14
 
 
 @dataclass(slots=True)
@@ -38,8 +38,9 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
         self._host: dict[str, float] = {}
-        self._unread: deque[tuple[str, str, Waited]] = deque()
-        self._num_read = 0
+        self._waits: deque[tuple[str, str, Waited]] = deque()
+        self._num_dropped = 0  # waits before the first of `_waits`
+        self._num_read = 0  # waits that the entries contain
 
     def record(
         self,
@@ -68,9 +69,11 @@ class Ledger:
             entry.seconds += seconds
             self._host[axis] = self._host.get(axis, 0.0) + seconds
             return
-        self._unread.append((axis, operation, seconds))
-        if len(self._unread) > _MOST_UNREAD:
-            self._read_first()
+        self._waits.append((axis, operation, seconds))
+        if len(self._waits) > _MOST_KEPT:
+            self._read(self._num_dropped + 1)
+            self._waits.popleft()
+            self._num_dropped += 1
 
     def off_host_bytes(self) -> int:
         """Return how many bytes this rank sent to other hosts."""
@@ -109,7 +112,7 @@ class Ledger:
 
     def mark(self) -> tuple[Mapping[str, float], int]:
         """Return a marker of the current counts for `seconds_between`, without waiting for the device."""
-        return dict(self._host), self._num_read + len(self._unread)
+        return dict(self._host), self._num_recorded
 
     def seconds_between(
         self, start: tuple[Mapping[str, float], int], end: tuple[Mapping[str, float], int]
@@ -119,8 +122,8 @@ class Ledger:
         Call it before methods that read waits (`entry`, `rows`, `table`): stream waits that they read are left out.
         """
         found = {axis: seconds - start[0].get(axis, 0.0) for axis, seconds in end[0].items()}
-        for place in range(max(0, start[1] - self._num_read), end[1] - self._num_read):
-            axis, _, wait = self._unread[place]
+        for place in range(max(0, start[1] - self._num_dropped), end[1] - self._num_dropped):
+            axis, _, wait = self._waits[place]
             found[axis] = found.get(axis, 0.0) + wait.seconds()
         return found
 
@@ -128,14 +131,15 @@ class Ledger:
         """Reset all counts."""
         self._entries.clear()
         self._host.clear()
-        self._num_read += len(self._unread)
-        self._unread.clear()
+        self._num_read = self._num_recorded
 
-    def _read(self) -> None:
-        while self._unread:
-            self._read_first()
+    @property
+    def _num_recorded(self) -> int:
+        return self._num_dropped + len(self._waits)
 
-    def _read_first(self) -> None:
-        axis, operation, wait = self._unread.popleft()
-        self._num_read += 1
-        self._entries[axis, operation].seconds += wait.seconds()
+    def _read(self, end: int | None = None) -> None:
+        """Add the times of the unread waits before number `end`, or of all, to their entries."""
+        for number in range(self._num_read, self._num_recorded if end is None else end):
+            axis, operation, wait = self._waits[number - self._num_dropped]
+            self._entries[axis, operation].seconds += wait.seconds()
+            self._num_read = number + 1
