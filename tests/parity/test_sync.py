@@ -388,6 +388,24 @@ def test_resume_at_and_between_synchronizations_is_bitwise_equal(plan, at, ranks
         assert all(torch.equal(after[2][name], loaded[0][2][name]) for name in after[2])
 
 
+def go_back(plan_text: str, folder: str, at: int, end: int):
+    """Return losses and weights of the steps after a save, and of the same steps after loading it in the same run."""
+    script = Script(plan_text)
+    script.train(0, at)
+    script.run.save(folder, step=at, model=script.model, optimizer=script.step)
+    before = script.train(at, end), script.own(), script.full_state()
+    script.run.load(folder, model=script.model, optimizer=script.step)
+    return before, (script.train(at, end), script.own(), script.full_state())
+
+
+@pytest.mark.parametrize("sync", ["sync=average:3", "sync=diloco:3/2"])
+def test_load_in_a_run_replaces_residuals(sync, ranks2, tmp_path):
+    for before, after in ranks2.run(go_back, f"dp_replicate=2 {sync} compress=top:0.1", str(tmp_path), 4, 7):
+        assert before[0] == after[0]
+        for ours, theirs in zip(before[1:], after[1:], strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def residuals_after(plan_text: str, load: str = "", save: str = "") -> dict[str, torch.Tensor]:
     script = Script(plan_text)
     if load:

@@ -130,7 +130,9 @@ class RareSync:
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Set the anchor to the current weights, the outer momentum to zero, and drop residuals from a checkpoint."""
+        """Set the anchor to the current weights, the outer momentum to zero, and drop residuals."""
+        if self._coders is not None:
+            self._coders.forget()
         held = self.master_slices()
         self._runs, self.differs = [], False
         for places in self._sync_groups(held):
@@ -389,8 +391,6 @@ class StreamedSync(RareSync):
         """Set the anchor to the current weights as in `RareSync`, after dropping the results of pending fragments."""
         for one in self._sent:
             one.pending.wait()
-        if self._coders is not None:
-            self._coders.discard()
         self._sent.clear()
         self._is_under_way = False
         super().take_anchor()
