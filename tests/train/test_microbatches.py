@@ -224,3 +224,5 @@ def test_rows_stay_with_their_samples_for_any_split():
     assert joined.row_numbers(6, device).tolist() == [5 + 2**32 * row for row in range(2)] + [
         7 + 2**32 * row for row in range(4)
     ]
+    none = SampleNumbers(()).row_numbers(0, device)  # a placeholder's tensor without rows
+    assert (none.dtype, none.shape) == (torch.int64, (0,))

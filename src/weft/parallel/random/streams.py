@@ -230,7 +230,7 @@ class SampleNumbers:
         if count == len(numbers):
             if isinstance(numbers, range):
                 return torch.arange(numbers.start, numbers.stop, numbers.step, device=device)
-            return torch.tensor(numbers, device=device)
+            return torch.tensor(numbers, dtype=torch.int64, device=device)
         per_sample = self.rows_of_each(count)
         if per_sample is None:
             first = numbers[0] if numbers else 0
