@@ -10,7 +10,7 @@ import pytest
 from tests.data.chat_kinds import KINDS, LESS_SPECIAL, SPECIALS
 from weft.data.text.chat_template import ChatTemplate, RefusedConversation
 from weft.data.text.template_sandbox import Sandbox
-from weft.data.text.turns import Turn
+from weft.data.text.turns import Turn, Unusable, apply_reasoning
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 MARKS = {"B": "\u27e6", "E": "\u27e7"}
@@ -62,9 +62,10 @@ CONVERSATIONS = {
 }  # fmt: skip
 #: Differences of a kind by design: the turn is trained differently or not at all.
 REFUSED = {
-    "system": ("gemma", "mistral 0.1"),
     "answers first": ("llama 2", "mistral 0.1", "gemma"),
 }
+#: Kinds without a system role, and one that renders it only before the last question.
+WITHOUT_SYSTEM = ("gemma", "mistral 0.1", "mistral 3")
 RENDERS_CALLS = ("llama 3.1", "mistral 3", "qwen 2.5", "qwen 3", "qwen 3.5", "deepseek r1", "channels", "glm")
 
 
@@ -76,11 +77,70 @@ def template(kind: str) -> ChatTemplate:
 def expected(kind: str, ours: ChatTemplate, turns: list[Turn], tools: str) -> tuple[str, list[str]]:
     """Return the text, and the parts between the template's markers in trained turns."""
     variables = {**NAMES, **MARKS, "tools": json.loads(tools) if tools else None, "add_generation_prompt": False}
-    marked = Sandbox(KINDS[kind]).render({**variables, "messages": ours._messages(turns)}, 10_000).text
+    marked = Sandbox(KINDS[kind]).render({**variables, "messages": ours._messages(ours._supported(turns))}, 10_000).text
     parts = re.findall("\u27e6(.*?)\u27e7", marked, re.DOTALL)
     weights = [turn.weight for turn in turns if turn.role == "assistant"]
     assert len(parts) == len(weights)
     return re.sub("[\u27e6\u27e7]", "", marked), [part for part, weight in zip(parts, weights, strict=True) if weight]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_system_message_joins_the_first_user_message_without_a_system_role(kind):
+    ours, turns = template(kind), CONVERSATIONS["system"]
+    joined = [Turn("user", "Be brief.\n\nwhat is 7?"), *turns[2:]]
+    text, spans = ours.render(turns)
+    assert "Be brief." in text
+    assert (ours.render(joined) == (text, spans)) == (kind in WITHOUT_SYSTEM)
+    assert any("first user message" in note for note in ours.left_out) == (kind in WITHOUT_SYSTEM)
+    assert (ours.prompt(turns[:2]) == ours.prompt(joined[:1])) == (kind in WITHOUT_SYSTEM)
+    if kind in WITHOUT_SYSTEM:
+        alone = ours.render([turns[0], reply("yes")])
+        assert alone == ours.render([Turn("user", "Be brief."), reply("yes")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in CONVERSATIONS if "thoughts" in name])
+def test_masked_reasoning_is_the_only_untrained_text_of_an_answer(name, kind):
+    ours, turns = template(kind), CONVERSATIONS[name]
+    if "call" in name and kind not in RENDERS_CALLS:
+        return
+    tools = TOOL if "call" in name else ""
+    text, spans = ours.render(turns, tools)
+    masked, left = ours.render(apply_reasoning(tuple(turns), "mask"), tools)
+    assert masked == text
+    trained, full = "".join(text[low:high] for low, high, _ in left), "".join(text[low:high] for low, high, _ in spans)
+    thoughts = (
+        ("let me see", "again.", "look it up", "yes") if "contents" in name else ("let me see", "again.", "look it up")
+    )
+    without = full
+    for thought in thoughts:
+        without = without.replace(thought, "")
+    assert trained == without
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropped_reasoning_is_not_rendered(kind):
+    ours = template(kind)
+    for name in ("thoughts in content", "thoughts without an opening tag", "thoughts in a field", "thoughts in fields"):
+        turns = CONVERSATIONS[name]
+        plain = [
+            turn if turn.role == "user" else reply(re.sub(r"(?s).*</think>\s*", "", turn.content)) for turn in turns
+        ]
+        assert ours.render(apply_reasoning(tuple(turns), "drop")) == ours.render(plain), name
+
+
+def test_reasoning_of_several_parts_is_masked_or_dropped():
+    thought = "<think>(one, two).\n\n<b>x</b></think> first. <thinking>3</thinking>\nsecond"
+    turns = (ASK, reply(thought), AGAIN, reply("<think></think>yes", reasoning="no <i>tag</i>!"))
+    dropped = apply_reasoning(turns, "drop")
+    assert [turn.content for turn in dropped] == ["what is 7?", "first. second", AGAIN.content, "yes"]
+    assert dropped[3].more == ""
+    text, spans = template("chatml").render(apply_reasoning(turns, "mask"))
+    trained = "".join(text[low:high] for low, high, _ in spans)
+    assert not any(part in trained for part in ("one", "two", "3", "x", "no", "tag"))
+    assert all(part in trained for part in ("<think>", "</think> first. <thinking></thinking>\nsecond"))
+    with pytest.raises(Unusable, match="reasoning without an end tag"):
+        apply_reasoning((ASK, reply("<think>and so")), "mask")
 
 
 @pytest.mark.parametrize("kind", KINDS)

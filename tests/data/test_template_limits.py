@@ -120,7 +120,7 @@ def test_pair_with_one_refused_answer_is_left_out(tmp_path, tokenizer):
 
 
 def test_too_many_refusals_end_the_run_with_the_templates_message(tmp_path, tokenizer):
-    rows = [{"messages": chat("system", "user", "assistant")} for _ in range(40)]
+    rows = [{"messages": chat("user", "user", "assistant")} for _ in range(40)]
     with pytest.raises(DataError, match=r"40 of 40 .*refused by the chat template: roles must alternate"):
         tokenise(tmp_path, tokenizer(INST), rows)
 

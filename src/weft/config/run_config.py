@@ -188,6 +188,10 @@ class DataSection(Section):
     bos: Literal["auto"] | bool = "auto"
     """Begin each document with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by its
     post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
+    reasoning: Literal["keep", "mask", "drop"] = "keep"
+    """Reasoning of the assistant in conversations: `<think>` in a content, `reasoning_content`, `reasoning` or
+    `thinking`. keep: trained as the chat template renders it; mask: rendered, but its tokens have no loss; drop:
+    removed before rendering."""
     max_record_bytes: PositiveInt = 64 * 2**20
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in chunks and have no limit."""
     max_bad_fraction: Fraction = 0.01

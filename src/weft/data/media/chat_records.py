@@ -33,7 +33,7 @@ from weft.data.text.chat_template import ChatTemplate, RefusedConversation
 from weft.data.text.records import is_valid_text
 from weft.data.text.template_sandbox import Rendered
 from weft.data.text.tokenizer_limits import bounded
-from weft.data.text.turns import Turn, Unusable, as_json, list_of_messages, read_turns
+from weft.data.text.turns import Turn, Unusable, apply_reasoning, as_json, list_of_messages, read_turns
 from weft.errors import DataError
 
 #: Characters that replace an image and an audio clip in a message (private use), with the type of their part.
@@ -145,17 +145,21 @@ class ChatSurvey:
         most: maximum tokens of a conversation.
         most_bad: maximum share of conversations that cannot be used.
         upright: whether images are rotated as their EXIF data asks.
+        reasoning: value of data.reasoning.
     """
 
     columns: ChatColumns
     processor: FolderProcessor
     most: int
     most_bad: float
+    reasoning: str = "keep"
     upright: bool = True
 
     def digest(self) -> list[Any]:
         """Return the JSON values that determine the rows of the table."""
-        return ["chat", 1, processor_digest(self.processor.folder), self.most, self.processor.max_pixels, self.most_bad]
+        reasoning = [self.reasoning] if self.reasoning != "keep" else []
+        folder = processor_digest(self.processor.folder)
+        return ["chat", 1, folder, self.most, self.processor.max_pixels, self.most_bad, *reasoning]
 
     @cached_property
     def template(self) -> MediaTemplate:
@@ -192,7 +196,7 @@ class ChatSurvey:
         if is_audio and any(size[0] > self.processor.seconds * size[1] for _, size in sizes):
             return f"it has an audio clip longer than the {self.processor.seconds:g} s that the model reads"
         try:
-            turns = read_turns(told["messages"], "role", "content")
+            turns = apply_reasoning(read_turns(told["messages"], "role", "content"), self.reasoning)
             if any(turn.is_trained and turn.weight != 1 for turn in turns):
                 return "a turn has a weight other than 0 and 1"
             if self.template.has_special(turns, tools):

@@ -190,12 +190,21 @@ _TOLD_BYTES = 2**28
 
 @dataclass(frozen=True)
 class RequestedSource:
-    """A source of the config with its files. `preferences` is True if the task trains on preferences only."""
+    """A source of the config with its files.
+
+    Attributes:
+        section: the source's section of the config.
+        files: its files.
+        limits: limits of its records.
+        preferences: whether the task trains on preferences only.
+        reasoning: value of data.reasoning.
+    """
 
     section: SourceSection
     files: FileSet
     limits: ReadLimits
     preferences: bool = False
+    reasoning: str = "keep"
 
     @classmethod
     def of(
@@ -216,12 +225,18 @@ class RequestedSource:
         files = find_files(section.path, field)
         pieces = chunk_bytes(files, holdout)
         limits = ReadLimits(holdout, data.max_record_bytes, data.max_bad_fraction, pieces)
-        return cls(section, files, limits, preferences)
+        return cls(section, files, limits, preferences, data.reasoning)
 
     @cached_property
     def schema(self) -> Schema:
         columns, most = {**self.section.columns}, self.limits.max_record_bytes
-        return detect_schema(self.files, self.section.schema_, columns, most, preferences=self.preferences)
+        found = detect_schema(self.files, self.section.schema_, columns, most, preferences=self.preferences)
+        if self.reasoning != "keep" and not (found.is_chat or found.is_preference):
+            raise DataError(
+                f"data.reasoning={self.reasoning}: {self.files.field} is {found}, and only conversations have "
+                "reasoning. Leave data.reasoning out."
+            )
+        return replace(found, reasoning=self.reasoning)
 
     def counted(self, number: int) -> str:
         """Return a number of documents with the noun for this kind of data, for messages."""
@@ -245,8 +260,9 @@ class RequestedSource:
             [file.format, file.compression, file.path.suffixes[-2:], digest]
             for file, digest in zip(self.files.files, digests, strict=True)
         ]
-        of_preferences = ["preferences"] if self.preferences else []
-        return [self.section.schema_, dict(self.section.columns), reading, files, *of_preferences]
+        options = ["preferences"] if self.preferences else []
+        options += [self.reasoning] if self.reasoning != "keep" else []
+        return [self.section.schema_, dict(self.section.columns), reading, files, *options]
 
 
 def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[str]:

@@ -24,6 +24,8 @@ _TAGS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]")
 _LETTER = re.compile(r"[^\W_]")
 _SIGN = re.compile(r"[^\s\"\\]")
 _THOUGHTS = re.compile(r"(?s)(<(think|thinking|thought|reasoning)>)(.*?)(?=</\2>)|\A()((?:(?!<think>).)*?)(?=</think>)")
+_OPEN_THOUGHT = re.compile(r"(?s)<(think|thinking|thought|reasoning)>(?!.*</\1>)")
+_CLOSED_THOUGHT = re.compile(r"(?s)(?:<(think|thinking|thought|reasoning)>.*?</\1>|\A(?:(?!<think>).)*?</think>)\s*")
 _THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
 #: Keys of a message that contain the reasoning before an answer.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -79,10 +81,14 @@ class _Part:
 
 @dataclass
 class _Marked:
-    """Marks of one message: how many of each kind were inserted, and their positions in the rendered text."""
+    """Marks of one message: how many of each kind were inserted, and their positions in the rendered text.
+
+    `thoughts` has the parts of the message that are reasoning.
+    """
 
     planted: list[int] = field(default_factory=lambda: [0] * _NUM_KINDS)
     parts: dict[int, _Part] = field(default_factory=dict)
+    thoughts: list[_Part] = field(default_factory=list)
     found: list[tuple[int, int]] = field(default_factory=list)
 
     def num_found(self, kind: int) -> int:
@@ -117,7 +123,7 @@ class MarkedAnswers:
             return result
         if isinstance(content, str):
             result["content"] = "".join(
-                _mark_text(part, _mark_of(place, kind), marked, kind) for part, kind in _split_thoughts(content)
+                _mark_text(part, _mark_of(place, kind), marked, kind) for part, kind in split_thoughts(content)
             )
         in_content = marked.planted[THOUGHT]
         for key in REASONING_KEYS:
@@ -208,6 +214,31 @@ class MarkedAnswers:
             kinds |= lost - {INSERTED}
         return missing, kinds
 
+    def thoughts(self, text: str, place: int) -> list[tuple[int, int]]:
+        """Return the ranges of characters of a message's reasoning. Its tags are outside.
+
+        Args:
+            text: the rendered text in which `locate` found the marks.
+            place: index of the message.
+        """
+        ranges: list[tuple[int, int]] = []
+        last = -1
+        for at, kind in self._own(place):
+            if kind == THOUGHT and last == THOUGHT:
+                ranges[-1] = (ranges[-1][0], at + 1)
+            elif kind == THOUGHT:
+                ranges.append((at, at + 1))
+            last = kind
+        parts = self._marked[place].thoughts
+        return [
+            (
+                low - max((len(one) for part in parts if text.endswith(one := part.lead.lstrip(), 0, low)), default=0),
+                high
+                + max((len(one) for part in parts if text.startswith(one := part.trail.rstrip(), high)), default=0),
+            )
+            for low, high in ranges
+        ]
+
     def turn_at(self, low: int, high: int) -> int | None:
         """Return the index of the first assistant message with a mark in text[low:high], or None."""
         for place, marked in enumerate(self._marked):
@@ -274,7 +305,8 @@ def _mark_of(place: int, kind: int) -> str:
     return chr(_FIRST_MARK + place % _NUM_TURNS * _NUM_KINDS + kind)
 
 
-def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
+def split_thoughts(content: str) -> Iterator[tuple[str, int]]:
+    """Yield the parts of a content in order, with their kinds: THOUGHT for reasoning, CONTENT for tags and answers."""
     done = 0
     for match in _THOUGHTS.finditer(content) if "</th" in content or "</reasoning>" in content else ():
         low = match.start(3) if match[1] else match.start(5)
@@ -304,6 +336,8 @@ def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool =
     if kind not in marked.parts:
         marked.parts[kind] = _Part(lead=text[:first])
     marked.parts[kind].trail = text[last + 1 :]
+    if kind == THOUGHT:
+        marked.thoughts.append(_Part(text[:first], text[last + 1 :]))
     marked.planted[kind] += 1 if first == last else 2
     if first == last:
         return text[:first] + mark + text[first + 1 :]
@@ -373,6 +407,16 @@ def common_units(first: str, second: str) -> str:
 def last_unit(text: str) -> str:
     """Return the last tag, run of letters or punctuation character of a text, or "" if the text is blank."""
     return next((one for one in reversed(_UNITS.findall(text)) if one.strip()), "")
+
+
+def without_thoughts(text: str) -> str:
+    """Return a text without its reasoning, the tags around it, and the white space after these."""
+    return _CLOSED_THOUGHT.sub("", text)
+
+
+def has_open_thought(text: str) -> bool:
+    """Return True if a text has a reasoning tag such as <think> without its end tag."""
+    return _OPEN_THOUGHT.search(text) is not None
 
 
 def without_thought_tags(text: str) -> str:

@@ -45,6 +45,7 @@ _LEFT_OUT = {
     CONTENT: "with an answer that the chat template leaves out",
 }
 _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
+_SYSTEM_JOINED = "whose system message is part of the first user message, since the chat template has no system role"
 
 
 class RefusedConversation(DataError):
@@ -94,6 +95,8 @@ class ChatTemplate:
             RefusedConversation: if the template rejects the conversation, or omits or repeats answers.
             DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
+        asked = turns
+        turns = self._supported(asked)
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
         rendered = self.render_messages(messages, schemas)
         answers = self._located(rendered.text, messages, schemas)
@@ -107,10 +110,13 @@ class ChatTemplate:
                 TrainedSpan(low, high, turns[place].weight)
                 for place, low, high in answers.spans(rendered.text, self._turn_format)
             ]
+        spans = _without_reasoning(rendered.text, spans, turns, answers)
         kinds = answers.left_out()[1] if answers is not None else set()
         self.left_out.update(note for kind, note in _LEFT_OUT.items() if kind in kinds)
         if schemas and "tools" not in self._sandbox.variables:
             self.left_out[_TOOLS_LEFT_OUT] += 1
+        if turns is not asked:
+            self.left_out[_SYSTEM_JOINED] += 1
         return rendered.text, [span for span in spans if span.weight]
 
     def prompt(self, turns: Sequence[Turn], tools: str = "") -> str:
@@ -122,7 +128,8 @@ class ChatTemplate:
             RefusedConversation: if the template rejects the conversation.
             DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
-        return self.render_messages(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
+        messages = self._messages(self._supported(turns))
+        return self.render_messages(messages, json.loads(tools) if tools else None, prompt=True).text
 
     def split_literals(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
         """Return the text as parts (text, is literal). A literal part is content that equals a special token's text.
@@ -137,6 +144,7 @@ class ChatTemplate:
                 a key contains a special token's text.
             DataError: as in `render`.
         """
+        turns = self._supported(turns)
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
         text = self.render_messages(messages, schemas, prompt=prompt).text
         plain = [
@@ -192,6 +200,31 @@ class ChatTemplate:
     def begins_with_special(self, text: str) -> bool:
         """Return True if a text begins with a special token."""
         return any(text.startswith(name) for name in self._specials)
+
+    def _supported(self, turns: Sequence[Turn]) -> Sequence[Turn]:
+        """Return turns that the template renders: a system turn joins the first user turn if there is no such role."""
+        if not turns or turns[0].role != "system" or self._takes_system:
+            return turns
+        system, rest = turns[0], turns[1:]
+        if rest and rest[0].role == "user":
+            return [rest[0]._replace(content=f"{system.content}\n\n{rest[0].content}"), *rest[1:]]
+        return [system._replace(role="user"), *rest]
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """True if the template renders the system message of questions and of answered questions."""
+        asked = [_message("user", _NEXT)]
+        return all(self._renders_system(messages) for messages in (asked, [*asked, _message("assistant", _SAID)]))
+
+    def _renders_system(self, messages: Messages) -> bool:
+        """Return True if a system message before these is rendered, or if the template refuses even them alone."""
+        try:
+            return _ASKED in self.render_messages([_message("system", _ASKED), *messages], None).text
+        except RefusedConversation:
+            try:
+                return not self.render_messages(messages, None).text
+            except RefusedConversation:
+                return True
 
     def _messages(self, turns: Sequence[Turn]) -> Messages:
         """Return messages in the format of transformers, with the arguments of calls in the template's form."""
@@ -426,6 +459,25 @@ def _of_blocks(rendered: Rendered, turns: Sequence[Turn], answers: MarkedAnswers
             if place is not None
         ]
     return [span._replace(weight=own[0].weight) for span in spans] if own else []
+
+
+def _without_reasoning(
+    text: str, spans: list[TrainedSpan], turns: Sequence[Turn], answers: MarkedAnswers | None
+) -> list[TrainedSpan]:
+    """Return the trained ranges without the reasoning of turns that mask it."""
+    masking = [place for place, turn in enumerate(turns) if turn.masks_reasoning]
+    if masking and answers is None:
+        raise _unclear()
+    for low, high in [span for place in masking if answers is not None for span in answers.thoughts(text, place)]:
+        spans = cut_out(spans, low, high)
+    return spans
+
+
+def cut_out(spans: Sequence[TrainedSpan], low: int, high: int) -> list[TrainedSpan]:
+    """Return the trained ranges without the characters low <= index < high."""
+    before = [span._replace(high=min(span.high, low)) for span in spans]
+    after = [span._replace(low=max(span.low, high)) for span in spans]
+    return [part for pair in zip(before, after, strict=True) for part in pair if part.low < part.high]
 
 
 def _first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from weft.data.text.turns import (
     Filled,
     Turn,
     Unusable,
+    apply_reasoning,
     as_json,
     content_of_turns,
     filled_by_table,
@@ -279,8 +280,11 @@ def _shared_prefix(first: str, second: str) -> int:
 
 def _document(record: Record, full: _Full, schema: Schema) -> Document:
     if isinstance(full, _Plain):
+        if schema.reasoning != "keep":
+            raise Unusable("an answer that is no conversation, which data.reasoning needs")
         return Document(record.file, 0, text=full.text, prompt=full.prompt, number=record.number)
-    return Document(record.file, 0, turns=full, tools=tools_of(record, schema), number=record.number)
+    turns = apply_reasoning(full, schema.reasoning)
+    return Document(record.file, 0, turns=turns, tools=tools_of(record, schema), number=record.number)
 
 
 def _content(document: Document) -> Sequence[Any]:
@@ -340,7 +344,8 @@ def _messages(record: Record, schema: Schema) -> Document:
         raise Unusable("no assistant turn")
     if all(turn.role == "assistant" for turn in turns):
         raise Unusable("no turn before the answer")
-    return _conversation(record, turns, taken_for_assistant(messages, schema.role), tools)
+    note = taken_for_assistant(messages, schema.role)
+    return _conversation(record, apply_reasoning(turns, schema.reasoning), note, tools)
 
 
 def _conversation(record: Record, turns: tuple[Turn, ...], note: str = "", tools: str = "") -> Document:
@@ -360,7 +365,7 @@ def _instruction(record: Record, schema: Schema) -> Document:
     question = "\n\n".join(part for part in (asked, more) if part.strip())
     if not question:
         raise Unusable("empty")
-    turns = (Turn("user", question), Turn("assistant", answer))
+    turns = apply_reasoning((Turn("user", question), Turn("assistant", answer)), schema.reasoning)
     return _conversation(record, (Turn("system", system), *turns) if system.strip() else turns)
 
 

@@ -51,6 +51,7 @@ class Schema:
         delimiter: delimiter of a csv file, if it is not the default of the suffix.
         role: key of a message's role, or "".
         content: key of a message's content, or "".
+        reasoning: value of data.reasoning.
     """
 
     kind: str
@@ -72,10 +73,12 @@ class Schema:
     chosen: str = ""
     rejected: str = ""
     label: str = ""
+    reasoning: str = "keep"
 
     def __str__(self) -> str:
         separated = f", columns separated by {_DELIMITER_NAMES[self.delimiter]}" if self.delimiter else ""
-        return self._described() + separated
+        reasoning = {"mask": ", reasoning without loss", "drop": ", without reasoning"}.get(self.reasoning, "")
+        return self._described() + separated + reasoning
 
     def _described(self) -> str:
         if self.file_text:

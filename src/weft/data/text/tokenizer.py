@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from weft.data.text.chat_template import ChatTemplate, TrainedSpan
+from weft.data.text.answer_spans import THOUGHT, split_thoughts
+from weft.data.text.chat_template import ChatTemplate, TrainedSpan, cut_out
 from weft.data.text.codec import (
     END,
     PAD,
@@ -256,7 +257,11 @@ def _chatml(turns: Sequence[Turn]) -> MarkedText:
         end = content + len(turn.content)
         plain += [(start, start + len(turn.role)), (content, end)]
         if turn.role == "assistant":
-            spans.append(TrainedSpan(content, end + len(TURN_END), turn.weight))
+            own = [TrainedSpan(content, end + len(TURN_END), turn.weight)]
+            for part, kind in split_thoughts(turn.content) if turn.masks_reasoning else ():
+                content += len(part)
+                own = cut_out(own, content - len(part), content) if kind == THOUGHT else own
+            spans += own
         parts.append(f"{TURN_START}{turn.role}\n{turn.content}{TURN_END}\n")
         position += len(parts[-1])
     return MarkedText("".join(parts), plain, spans)

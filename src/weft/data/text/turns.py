@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from weft.data.text.answer_spans import REASONING_KEYS, has_open_thought, without_thoughts
+
 #: Keys of a JSON schema whose value is data, in which null has a meaning.
 _DATA_KEYS = ("default", "const", "example", "examples", "enum")
 #: Keys whose objects are kept even if they become empty.
@@ -128,12 +130,14 @@ class Turn(NamedTuple):
         content: the text.
         weight: weight of its tokens in the loss if it is the assistant's turn. 0 for context only.
         more: JSON of other fields that a template may render, such as tool_calls, or "".
+        masks_reasoning: the tokens of its reasoning are not trained.
     """
 
     role: str
     content: str
     weight: float = 1.0
     more: str = ""
+    masks_reasoning: bool = False
 
     @property
     def message(self) -> dict[str, Any]:
@@ -149,6 +153,12 @@ class Turn(NamedTuple):
     def is_empty(self) -> bool:
         """True if the turn has no text and no other field, such as tool calls or reasoning."""
         return not self.content.strip() and not self.more
+
+    def without_reasoning(self) -> Turn:
+        """Return a copy without the reasoning in the content and in other fields."""
+        more = json.loads(self.more) if self.more else {}
+        kept = {key: value for key, value in more.items() if key not in REASONING_KEYS}
+        return self._replace(content=without_thoughts(self.content), more=as_json(kept) if kept else "")
 
     def as_context(self) -> Turn:
         """Return a copy with weight 0, which is not trained."""
@@ -199,9 +209,23 @@ def read_turns(messages: Any, role: str, content: str, filled: Filled | None = N
     return tuple(_turn(message, role, content, filled) for message in messages)
 
 
+def apply_reasoning(turns: tuple[Turn, ...], reasoning: str) -> tuple[Turn, ...]:
+    """Apply the option data.reasoning to the assistant's turns.
+
+    Raises:
+        Unusable: if reasoning must be found and has a start tag without an end tag.
+    """
+    if reasoning == "keep":
+        return turns
+    if any(turn.role == "assistant" and has_open_thought(turn.content) for turn in turns):
+        raise Unusable("reasoning without an end tag")
+    change = Turn.without_reasoning if reasoning == "drop" else lambda turn: turn._replace(masks_reasoning=True)
+    return tuple(change(turn) if turn.role == "assistant" else turn for turn in turns)
+
+
 def content_of_turns(turns: Sequence[Turn]) -> list[list[Any]]:
     """Return the content of a conversation as JSON values."""
-    return [[*turn[:2]] if turn[2:] == (1.0, "") else [*turn] for turn in turns]
+    return [[*turn[:2]] if turn[2:4] == (1.0, "") else [*turn[:4]] for turn in turns]
 
 
 def taken_for_assistant(messages: Any, role: str) -> str:

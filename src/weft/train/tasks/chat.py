@@ -76,7 +76,7 @@ class ChatTask(MediaTask, ModelTask):
     unit, sample_unit = "tokens", "conversations"
     media_file = "conversations.json"
     sections = ("model.path", "data.cache_dir", "data.workers", "data.batching", "data.microbatch_cost",
-                "data.max_bad_fraction", "train.seq_len")  # fmt: skip
+                "data.max_bad_fraction", "data.reasoning", "train.seq_len")  # fmt: skip
     identity = ("model", "train.seq_len")
     metrics = (Metric("perplexity", "", "e to the mean loss over the tokens of answers"),)
     fills_seq_len = False
@@ -118,7 +118,7 @@ class ChatTask(MediaTask, ModelTask):
         config = self.config
         survey = ChatSurvey(
             ChatColumns(self.text, self.picture, self.audio), FolderProcessor(self.network.base, self.max_pixels),
-            config.train.seq_len, config.data.max_bad_fraction,
+            config.train.seq_len, config.data.max_bad_fraction, config.data.reasoning,
         )  # fmt: skip
         _ = survey.template  # its errors come before the data's
         return ChatProcessor(survey, self)
