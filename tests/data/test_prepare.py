@@ -63,6 +63,29 @@ def test_summary_has_tokenizer_schema_and_counts(tmp_path: Path, text: str) -> N
     assert "; kept for evaluation " in prepared.summary[1]
 
 
+def test_reasoning_is_masked_or_dropped(tmp_path: Path, text: str) -> None:
+    chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
+    answers = [{"role": "assistant", "content": f"<think>abcd</think>{sign}"} for sign in "yn"]
+    asked = [{"role": "user", "content": "?"}]
+    chats.write_text(20 * (json.dumps({"messages": [*asked, answers[0]]}) + "\n"))
+    pairs.write_text(20 * (json.dumps({"prompt": asked, "chosen": answers[:1], "rejected": answers[1:]}) + "\n"))
+    for path, is_pair in ((chats, False), (pairs, True)):
+        found = {
+            how: prepare_data(
+                config(tmp_path, str(path), reasoning=how, eval=[{"path": str(path)}]), preferences=is_pair
+            )
+            for how in ("keep", "mask", "drop")
+        }
+        [[keep], [mask], [drop]] = [one.train for one in found.values()]
+        assert keep.num_tokens == mask.num_tokens == drop.num_tokens + 20 * (1 + is_pair) * len("<think>abcd</think>")
+        assert keep.counts.num_trained == mask.counts.num_trained + 20 * (1 + is_pair) * len("abcd")
+        assert len({one.digest for one in found.values()}) == 3
+    with pytest.raises(
+        DataError, match=r"data\.reasoning=mask: data\.train\.0 is text, column .text., and only conversations"
+    ):
+        prepare_data(config(tmp_path, text, reasoning="mask"))
+
+
 @pytest.mark.parametrize("change", ["content", "holdout", "tokenizer"])
 def test_changed_content_or_settings_make_new_data(tmp_path: Path, text: str, change: str) -> None:
     before = prepare_data(config(tmp_path, text))
