@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.monitor.servers import Recorder
 from tests.watch.synthetic_run import SyntheticRun
 from weft.cli import app as main
 from weft.cli.app import run
@@ -182,3 +183,21 @@ def test_runs_are_listed_and_shown(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["runs"]["one"]["state"] == "finished"
     assert run(["runs", "show", str(tmp_path)]) == 2
     assert "weft runs list FOLDER lists the runs of a folder." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["mlflow", "http"])
+def test_sent_config_has_no_secrets(started, kind):
+    answer = {"experiment": {"experiment_id": "7"}, "run": {"info": {"run_id": "abc"}}}
+    with Recorder(answer=answer) as server:
+        file = started.parent / "sink.toml"
+        file.write_text(f'plan = "{PLAN}"\n[[sink]]\nkind = "{kind}"\nurl = "{server.url}"\n')
+        config = load_config(
+            file, [f"run.dir={started.parent}", "task=my.tasks:Own", "task.options.api_key=PLANTED"]
+        ).config
+        (started / "config.toml").write_text(format_config(config))
+        event = {"time": 1.7e9, "event": "start", "step": 0, **context(RunFolder(started), config)}
+        (started / "events.jsonl").write_text(json.dumps(event) + "\n")
+        assert run(["runs", "send", str(started)]) == 0
+    sent = b" ".join(body for _, _, body, _ in server.got)
+    assert b"api_key" in sent
+    assert b"PLANTED" not in sent

@@ -315,8 +315,7 @@ def send(run: Run) -> None:
     wanted = [one for one in config.sink if one.kind not in ("prometheus", "pushgateway")]
     if not wanted:
         raise ConfigError(f"{run}: its config has no sink that keeps a past. Add a table [[sink]] to its config.toml.")
-    values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-    jobs = [SinkJob(sink, folder.path, config.run.name, values) for sink in wanted]
+    jobs = [SinkJob.of(sink, folder.path, config) for sink in wanted]
     pumps = [Pump(job.settings.name or job.settings.kind, make_sink, job, print_line) for job in jobs]
     for pump in pumps:
         pump.start()

@@ -22,7 +22,6 @@ from weft.monitor.alert_conditions import Judge, judge_of
 from weft.monitor.channels import AlertMessage, NotificationSender
 from weft.monitor.events import EventLog, number
 from weft.monitor.metrics import readings
-from weft.monitor.redact import without_secrets
 from weft.monitor.sinks.base import SinkJob
 from weft.monitor.sinks.pump import EventFollower, Pump
 from weft.monitor.sinks.registry import make_sink
@@ -403,9 +402,7 @@ class Companion:
     def __init__(self, folder: Path, config: RunConfig, *, pause_s: float | None = None):
         self._folder, self._config = folder, config
         pauses = {} if pause_s is None else {"pause_s": pause_s}
-        # Trackers get a copy of the config, which others may read.
-        values = without_secrets(config.model_dump(mode="json", by_alias=True, exclude_none=True))
-        jobs = [SinkJob(sink, folder, config.run.name, values) for sink in config.sink]
+        jobs = [SinkJob.of(sink, folder, config) for sink in config.sink]
         self._pumps = [
             Pump(job.settings.name or job.settings.kind, make_sink, job, self._notify_run, **pauses) for job in jobs
         ]

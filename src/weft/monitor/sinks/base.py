@@ -20,10 +20,12 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from weft import env
+from weft.config.run_config import RunConfig
 from weft.config.sections import SinkSection
 from weft.errors import ConfigError
 from weft.monitor.events import open_regular
 from weft.monitor.metrics import MetricReading, readings
+from weft.monitor.redact import without_secrets
 from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
 from weft.units import format_seconds, parse_seconds
 
@@ -118,6 +120,12 @@ class SinkJob:
     run: str
     config: Mapping[str, Any]
     kept: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: SinkSection, folder: Path, config: RunConfig) -> SinkJob:
+        """Return the inputs of a sink of a run. Its config has no secrets, because others may read it in trackers."""
+        values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return cls(settings, folder, config.run.name, without_secrets(values))
 
 
 class MetricSink:

@@ -13,11 +13,12 @@ from weft.config.metrics import METRICS
 from weft.errors import MissingExtra
 from weft.monitor.events import step_of
 from weft.monitor.metrics import MetricReading, readings
+from weft.monitor.redact import without_secrets
 from weft.monitor.sinks.base import MetricSink, Poster, SinkJob, SinkTrouble, flat_config, flat_values, secret_of
 
 
 class JsonSink(MetricSink):
-    """Sink that posts {"run": name, "events": [...]} to a URL. Events are as in events.jsonl."""
+    """Sink that posts {"run": name, "events": [...]} to a URL. Configs in events have no secrets."""
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
@@ -25,7 +26,11 @@ class JsonSink(MetricSink):
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Post the events."""
-        self._poster.post("", {"run": self.job.run, "events": list(events)})
+        self._poster.post("", {"run": self.job.run, "events": list(map(_without_secrets, events))})
+
+
+def _without_secrets(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**event, "config": without_secrets(event["config"])} if "config" in event else event
 
 
 class OtlpSink(MetricSink):
