@@ -409,3 +409,28 @@ def test_files_of_another_model_or_kind_are_rejected(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 40)
     with pytest.raises(CheckpointError, match="damaged"):
         load_adapter(net(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["shape", "rows"])
+def test_rejected_files_leave_the_model_unchanged(tmp_path, name):
+    model = build_decoder(TINY)
+    save_adapter(noised(add_adapter(build_decoder(TINY), rank=2, trainable_tokens={"embed": [5, 60]})), tmp_path)
+    if name == "shape":
+        model.blocks[1].mlp.up = nn.Linear(16, 25, bias=False)
+    else:
+        model.embed = nn.Embedding(60, 16)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with pytest.raises((CheckpointError, ModelError), match=r"not \(25, 2\)|embed has 60 rows"):
+        load_adapter(model, tmp_path)
+    after = dict(model.named_parameters())
+    assert adapted(model) is None
+    assert list(after) == list(before)
+    assert all(param.requires_grad and param.equal(before[name]) for name, param in after.items())
+
+
+def test_adapter_without_a_format_creates_no_folder(tmp_path):
+    build, settings = MORE["mixtral"]
+    model = add_adapter(build(), rank=2, **{**settings, "kind": "dora"})
+    with pytest.raises(ModelError, match="peft has no format for magnitudes"):
+        save_adapter(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -489,13 +489,13 @@ def _refused(model: nn.Module, linear: dict[str, nn.Module]) -> Iterator[tuple[s
 def _adapt(layer: nn.Module, path: str, adapter: AdapterKind, seed: int) -> None:
     weight = layers.weight_of(layer)
     whole = (weight.shape[0], weight.shape[1])
+    shapes = adapter.shapes(*whole)
     # Trained parameters are not rounded, whatever the dtype of the frozen weight.
     options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
     replace_class(layer, AdaptedLinear, adapter=adapter, whole=whole, is_on=True)
     assert isinstance(layer, AdaptedLinear)
-    layer.lora_A = nn.Parameter(torch.empty(adapter.rank, whole[1], **options))
-    layer.lora_B = nn.Parameter(torch.empty(whole[0], adapter.rank, **options))
-    layer.lora_magnitude = nn.Parameter(torch.empty(whole[0], **options)) if adapter.kind == "dora" else None
+    for name in ADAPTER_PARAMS:
+        setattr(layer, name, nn.Parameter(torch.empty(shapes[name], **options)) if name in shapes else None)
     layer.lora_dropout = nn.Dropout(adapter.dropout) if adapter.dropout else None
     for name in ADAPTER_PARAMS:
         param = getattr(layer, name)

@@ -54,6 +54,11 @@ class AdapterKind:
         """The factor of the product of B and A."""
         return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
+    def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an adapter's parameters on one weight, by name."""
+        shapes: dict[str, tuple[int, ...]] = {"lora_A": (self.rank, inputs), "lora_B": (outputs, self.rank)}
+        return shapes | ({"lora_magnitude": (outputs,)} if self.kind == "dora" else {})
+
 
 class AdaptedExperts(nn.Module):
     """Module of stacked experts with an adapter. `replace_class` combines this class with the module's own class."""
@@ -182,17 +187,19 @@ def adapt_stacks(model: nn.Module, chosen: Mapping[str, bool], adapter: AdapterK
             replace_class(module, AdaptedExperts, adapter=adapter, stacks={}, is_on=True)
         assert isinstance(module, AdaptedExperts)
         weight = module.get_parameter(name)
-        count, first, second = weight.shape
-        outputs, inputs = (second, first) if is_transposed else (first, second)
         module._weft_stacks = {**module._weft_stacks, name: (tuple(weight.shape), is_transposed)}
-        shapes = {"_lora_A": (count, adapter.rank, inputs), "_lora_B": (count, outputs, adapter.rank)}
-        shapes |= {"_lora_magnitude": (count, outputs)} if adapter.kind == "dora" else {}
         options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
-        for end, shape in shapes.items():
+        for end, shape in stack_shapes(weight, adapter, is_transposed).items():
             param = nn.Parameter(torch.empty(shape, **options))
             module.register_parameter(f"{name}{end}", param)
             if not param.is_meta:
                 module.fill_adapter(param, f"{name}{end}", f"{path}{end}", seed)
+
+
+def stack_shapes(weight: Tensor, adapter: AdapterKind, is_transposed: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's parameters on a stack of experts, by the ends of their names."""
+    count, outputs, inputs = weight.mT.shape if is_transposed else weight.shape
+    return {f"_{name}": (count, *shape) for name, shape in adapter.shapes(outputs, inputs).items()}
 
 
 def remove_stack_adapters(model: nn.Module, chosen: Mapping[str, bool]) -> None:

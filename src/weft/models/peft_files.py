@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.errors import CheckpointError, ModelError
 from weft.models.adapters import Adapted, adapt_layers, adapted, chosen_layers, train_more
-from weft.models.adapters_experts import AdapterKind, stack_names, stacked_parameters
+from weft.models.adapters_experts import AdapterKind, stack_names, stack_shapes, stacked_parameters
 from weft.models.inspect import layers
 from weft.models.token_rows import TOKEN_ROWS, find_rows, saved_modules
 
@@ -83,8 +84,6 @@ def write_adapter(
     Raises:
         ModelError: for DoRA on experts, which peft's format does not have.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     if record.experts and record.kind.kind == "dora":
         raise ModelError(
             f"kind=dora: peft has no format for magnitudes of {next(iter(record.experts))}. Write the merged model: "
@@ -99,6 +98,8 @@ def write_adapter(
         if path not in record.saved:
             inner = ".token_adapter.base_layer" if path in record.tokens else ""
             whole[f"{_PREFIX}{path}{inner}.weight"] = weight
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     # Write both new files before replacing the old ones.
     save_file(whole, folder / f"{TENSORS_FILE}.new", {"format": "pt"})
     (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(_config(record, base, task_type), indent=2) + "\n")
@@ -143,26 +144,65 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         )
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     adapter = AdapterKind(config["r"], config["lora_alpha"], kind, float(config.get("lora_dropout", 0.0)))
-    adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, 0, stacks)
-    train_more(model, saved, find_rows(model, _tokens_of(config, tensors), saved))
-    own, names = model.state_dict(keep_vars=True), _wanted(_expected(model)) | resized
-    found = {ours for theirs, ours in names.items() if theirs in tensors}
+    chosen = {path: layer for path, layer in usable.items() if path in paths}
+    rows = find_rows(model, _tokens_of(config, tensors), saved)
+    tokens = {path: one.ids for path, one in rows.items()}
+    record = Adapted(adapter, dict.fromkeys(chosen, False), saved=saved, tokens=tokens, experts=stacks)
+    # The model stays unchanged if a tensor does not fit.
+    found = _checked(folder, tensors, _wanted(record) | resized, _shapes(model, record))
+    adapt_layers(model, chosen, adapter, 0, stacks)
+    train_more(model, saved, rows)
+    own = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in found.items():
+            own[name].copy_(tensor)
+    return model
+
+
+def _shapes(model: nn.Module, record: Adapted) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a model's tensors will have with an adapter, by name."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    for path in record.layers:
+        own = record.kind.shapes(*layers.weight_of(model.get_submodule(path)).shape)
+        shapes |= {f"{path}.{name}": shape for name, shape in own.items()}
+    for path, is_transposed in record.experts.items():
+        own = stack_shapes(model.get_parameter(path), record.kind, is_transposed)
+        shapes |= {f"{path}{end}": shape for end, shape in own.items()}
+    rows = {f"{path}.{TOKEN_ROWS}": (len(ids), *shapes[f"{path}.weight"][1:]) for path, ids in record.tokens.items()}
+    return shapes | rows
+
+
+def _checked(
+    folder: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Return the stored tensors in the model's layout, by its names.
+
+    Args:
+        folder: for error messages.
+        tensors: stored tensors by peft's names.
+        names: the model's name of each wanted tensor, by peft's name.
+        shapes: shapes by the model's names.
+
+    Raises:
+        CheckpointError: if a tensor is missing or does not fit.
+    """
+    found: dict[str, Tensor] = {}
+    stored_names = {ours for theirs, ours in names.items() if theirs in tensors}
     for theirs, ours in names.items():
-        stored, param = tensors.get(theirs), own[ours]
-        if stored is None and ours in found:  # tied modules may be saved once
+        stored, shape = tensors.get(theirs), shapes[ours]
+        if stored is None and ours in stored_names:  # tied modules may be saved once
             continue
-        if stored is not None and param.ndim == 3 and stored.numel() == param.numel():
-            count, first, second = param.shape
+        if stored is not None and len(shape) == 3 and stored.numel() == math.prod(shape):
+            count, first, second = shape
             is_a = ours.endswith("_lora_A")
             stored = stored.view(count, first, second) if is_a else stored.view(first, second, count).permute(2, 0, 1)
-        if stored is None or stored.shape != param.shape:
-            said = "is missing" if stored is None else f"has shape {tuple(stored.shape)}, not {tuple(param.shape)}"
+        if stored is None or tuple(stored.shape) != shape:
+            said = "is missing" if stored is None else f"has shape {tuple(stored.shape)}, not {shape}"
             raise CheckpointError(
                 f"{folder}: tensor {theirs!r} {said}. Use the base that the adapter was trained on, and complete files."
             )
-        with torch.no_grad():
-            param.copy_(stored)
-    return model
+        found[ours] = stored
+    return found
 
 
 def _is_of(name: str, starts: Iterable[str]) -> bool:
