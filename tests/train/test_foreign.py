@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -309,6 +310,22 @@ def test_tensor_with_several_names_is_stored(tmp_path):
     read_pickled(tmp_path, taken)
     taken.close()
     assert (tmp_path / "0.safetensors").stat().st_size > 2 * 2**20
+
+
+def test_pickled_entries_that_are_no_tensors_are_left_out(tmp_path):
+    entries = {
+        "state_dict": {"a": torch.ones(2), "head": {"b": torch.ones(3)}, 7: torch.ones(4)},
+        "more": {},
+        "epoch": 1,
+    }
+    torch.save(entries, tmp_path / "pytorch_model.bin")
+    taken = Taken(tmp_path, 2**20)
+    read_pickled(tmp_path, taken)
+    taken.close()
+    said = json.loads((tmp_path / "taken.json").read_text())
+    assert [one["place"] for one in said["tensors"]] == [["a"]]
+    assert said["values"] == []
+    assert said["left_out"] == [f"pytorch_model.bin: {name}" for name in ("more", "epoch", "head", "7")]
 
 
 def test_confined_process_has_a_memory_limit():

@@ -93,6 +93,10 @@ class Taken:
         else:
             self._values.append([[*place], plain])
 
+    def leave_out(self, name: str) -> None:
+        """Record an entry that is neither a tensor nor a value of a checkpoint."""
+        self._left_out.append(name)
+
     def close(self) -> None:
         """Write the remaining tensors and the table."""
         self._write()
@@ -544,14 +548,17 @@ def read_pickled(source: Path, taken: Taken) -> None:
     seen: set[str] = set()
     for name in _pickle_files(source):
         table = load_weights(within(source, name), name, mapped=True)
-        for key, tensor in _weights(table, name).items():
+        weights, others = _weights(table, name)
+        for key in others:
+            taken.leave_out(f"{name}: {str(key)[:200]}")
+        for key, tensor in weights.items():
             if isinstance(key, str) and isinstance(tensor, torch.Tensor):
                 if key in seen:
                     raise NotTaken(f"{name}: tensor {key[:200]!r} is in another file too")
                 seen.add(key)
                 taken.tensor((key,), tensor)
             else:
-                taken.value((name, str(key)), None)
+                taken.leave_out(f"{name}: {str(key)[:200]}")
     if not seen:
         raise NotTaken("its files have no tensors")
 
@@ -571,8 +578,9 @@ def _pickle_files(source: Path) -> list[str]:
     return found
 
 
-def _weights(table: Any, name: str) -> Mapping[Any, Any]:
+def _weights(table: Any, name: str) -> tuple[Mapping[Any, Any], list[Any]]:
+    """Return the dict of weights of a file, and the keys of the other entries around it."""
     if not isinstance(table, Mapping):
         raise NotTaken(f"{name}: it holds a {type(table).__name__}, no table of tensors")
-    inner = next((table[key] for key in _TABLES if isinstance(table.get(key), Mapping)), None)
-    return table if inner is None else inner
+    own = next((key for key in _TABLES if isinstance(table.get(key), Mapping)), None)
+    return (table, []) if own is None else (table[own], [key for key in table if key != own])
