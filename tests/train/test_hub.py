@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -215,6 +216,20 @@ def test_a_folder_that_needs_its_code_is_refused(tmp_path):
         f"model={tmp_path}: its model_type=new needs code of the folder (trust_remote_code), which Weft does not run. "
         "Use a model of a family that transformers has."
     )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": "qwen3"}, {"model_type": "detr", "backbone": "org/ok", "use_timm_backbone": False}],
+    ids=["plain", "backbone of the hub"],
+)
+def test_models_are_built_offline_and_the_process_stays_online(hub: Hub, tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(ModelError), torch.device("meta"):
+        hugging_face.headed_model(hugging_face.load_model_config(tmp_path), "", "model")
+    assert hub.requests == []
+    assert not env.hub_is_offline()
+    assert not constants.HF_HUB_OFFLINE
 
 
 def test_files_of_a_split(hub: Hub):

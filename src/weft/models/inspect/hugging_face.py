@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weft import env
 from weft.config.hugging_face_config import image_shape, number
 from weft.errors import DataError, MissingExtra, ModelError
 from weft.hub import needed_code
@@ -59,7 +58,6 @@ def load_model_config(path: Path) -> Any:
         ModelError: if there is no config.json, if it requires code of the folder, or if transformers cannot read it.
         MissingExtra: if transformers is not installed.
     """
-    env.set_for_children(HF_HUB_OFFLINE="1")
     try:
         transformers: Any = importlib.import_module("transformers")  # its types are incomplete
     except ImportError:
@@ -71,7 +69,8 @@ def load_model_config(path: Path) -> Any:
     if rule := needed_code((folder / "config.json").read_bytes()):
         raise ModelError(f"model={path}: {rule}")
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with _offline():  # some configs read that of a backbone by its name on the hub
+            return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the error type depends on the file
         # Some errors name the failed check in the first line and the cause in the second.
         first = " ".join(line.strip() for line in str(error).strip().splitlines()[:2]) or type(error).__name__
@@ -81,12 +80,25 @@ def load_model_config(path: Path) -> Any:
         ) from None
 
 
+@contextlib.contextmanager
+def _offline() -> Generator[None]:
+    """Keep huggingface_hub, and thus transformers, from using the network inside the context."""
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def model_of_config(config: Any) -> nn.Module:
     """Return the model that the config names, or the causal one of its family, with random weights."""
     transformers: Any = importlib.import_module("transformers")
     names = getattr(config, "architectures", None) or ()
     kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
-    return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+    with _offline():
+        return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
 
 
 def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
@@ -162,7 +174,8 @@ def headed_model(config: Any, head: str, words: str) -> nn.Module:
     config.update({"dtype" if hasattr(config, "dtype") else "torch_dtype": None})
     kind = getattr(transformers, f"AutoModelFor{head}" if head else "AutoModel")
     try:
-        return kind.from_config(config, trust_remote_code=False)
+        with _offline():
+            return kind.from_config(config, trust_remote_code=False)
     except Exception as error:  # the error type depends on the config
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise ModelError(
