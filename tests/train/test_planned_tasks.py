@@ -7,7 +7,9 @@ import json
 import pytest
 
 from tests.train.tuned_folders import save_model
+from weft.cli.app import run
 from weft.config.run_config import RunConfig
+from weft.planner.search.model_source import read_model
 from weft.train.tasks.registry import find_task
 
 TINY = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128, "max_seq_len": 64}
@@ -61,3 +63,21 @@ def test_traced_model_counts_its_adapter(tmp_path):
     )
     assert found.adapter.packed_bytes > 0
     assert described("embed", **base, options={"negative": "other"}).texts == 3
+
+
+def test_traced_model_of_a_task_is_saved_without_its_adapter(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    save_model(tmp_path / "bert", "bert")
+    config, saved = tmp_path / "run.toml", tmp_path / "bert.json"
+    text = f'plan = "auto"\ntask = "masked_lm"\n[model]\npath = "{tmp_path / "bert"}"\n[train]\nseq_len = 16\n'
+    config.write_text(text)
+    words = ["plan", str(config), "1xh100", "--save-model", str(saved)]
+    assert run(words) == 0
+    assert f"wrote {saved}." in capsys.readouterr().err
+    found, wanted = read_model(str(saved)), described("masked_lm", {"path": str(tmp_path / "bert")})
+    assert (found.shape.layers, found.limits) == (wanted.shape.layers, wanted.limits)
+    saved.unlink()
+    config.write_text(f"{text}[adapter]\nrank = 2\n")
+    assert run(words) == 2
+    assert "the file has only the model, and the task adds an adapter" in capsys.readouterr().err
+    assert not saved.exists()

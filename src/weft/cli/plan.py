@@ -310,29 +310,38 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
     """
     if note := size_hides(model):
         print_line(note)
-    if model.endswith(".toml") and (task := _task_of(model)) is not None:
-        return task.describe()
     found: str | TracedModel | PlannedModel = model
-    if MODEL_CODE.fullmatch(model):
+    if model.endswith(".toml"):
+        task = _task_of(model)
+        found = model if task is None else task.describe()
+    elif MODEL_CODE.fullmatch(model):
         from weft.train.tasks.description import trace
 
         found = trace(model)
-    elif not model.endswith(".toml"):
+    else:
         try:
             found = read_model(model)
         except UnknownFamily:
             from weft.train.tasks.description import describe_folder
 
             found = describe_folder(Path(model))
-    if save is None:
-        return found
-    traced = found.traced if isinstance(found, PlannedModel) else found
-    if not isinstance(traced, TracedModel):
-        rule = "only what is traced is saved, and this model is read from a config"
-        raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
-    traced.save(save)
-    print_line(f"wrote {save}.")
+    if save is not None:
+        _save(found, save)
     return found
+
+
+def _save(found: str | TracedModel | PlannedModel, file: Path) -> None:
+    """Write the traced description of a model. Raise ConfigError if it has no trace, or parts that a trace lacks."""
+    traced, rule = found, "only what is traced is saved, and this model is read from a config"
+    if isinstance(found, PlannedModel) and found.traced is not None:
+        traced = replace(found.traced, limits=tuple(found.limits.items()))
+        if found.adapter is not None or found.frozen is not None or found.texts > 1:
+            rule = "the file has only the model, and the task adds an adapter, a second model or more texts per sample"
+            traced = None
+    if not isinstance(traced, TracedModel):
+        raise ConfigError([Problem("", f"save-model={file}: {rule}. Leave it out.")])
+    traced.save(file)
+    print_line(f"wrote {file}.")
 
 
 def _task_of(file: str) -> Task | None:
