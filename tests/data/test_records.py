@@ -122,6 +122,19 @@ def test_parquet_reads_only_the_required_columns(tmp_path: Path) -> None:
     assert values(path, columns=["text", "not there"]) == ROWS
 
 
+def test_long_parquet_rows_are_broken(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    turns = [[{"role": "user", "content": "é" * count}] for count in (10, 200, 80)]
+    columns = {"text": ["x" * count for count in (10, 10, 500)], "turns": turns, "n": [1, 2, 3]}
+    words = pa.array(["w" * 250, "b", "c"]).dictionary_encode()  # each row refers to all words
+    pq.write_table(pa.table({**columns, "word": words}), path)
+    found = read(path, max_record_bytes=300)
+    assert [(item.number, getattr(item, "reason", "")) for item in found] == [(1, ""), (2, "too long"), (3, "too long")]
+    assert found[1].excerpt.startswith("x" * 10)
+    assert len(read(path, max_record_bytes=1000)) == 3
+    assert values(path, max_record_bytes=1000, columns=["n"]) == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
 @pytest.mark.parametrize("compression", COMPRESS)
 @settings(max_examples=40, deadline=None)
 @given(

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from weft.data.text.source import SourceFile
 from weft.errors import DataError
@@ -261,7 +261,8 @@ class RecordReader:
 
     Args:
         file: a file of any format of FORMATS, compressed or not.
-        max_record_bytes: longer lines of jsonl, array elements of json, and rows of csv are yielded as Broken.
+        max_record_bytes: longer lines of jsonl, array elements of json, and rows of csv and parquet are yielded as
+            Broken. Only rows of parquet are read into memory first.
         piece_bytes: approximate size of the chunks of text files, which end at line ends if possible.
         columns: columns of a parquet file to read, or None for all.
         on_progress: called with `position()` at intervals while a line of jsonl that is too long is skipped.
@@ -435,6 +436,7 @@ class RecordReader:
         import pyarrow.parquet as pq
 
         name, size_bytes, number = self._file.name, self._file.size_bytes, 0
+        limit = self._max_record_bytes
         try:
             # Columns are read through a buffer and not as full chunks, since one row group may be larger than memory.
             with pq.ParquetFile(self._file.path, buffer_size=_READ_BYTES, pre_buffer=False) as parquet:
@@ -443,15 +445,29 @@ class RecordReader:
                 known = set(parquet.schema_arrow.names)
                 columns = [column for column in self._columns if column in known] if self._columns is not None else None
                 for batch in parquet.iter_batches(batch_size=128, columns=columns, use_threads=False):
+                    may_exceed = batch.nbytes > limit
                     for row in _rows(batch):
                         number += 1
-                        yield (
-                            Broken.of(name, number, row.reason, row.excerpt)
-                            if isinstance(row, _BadRow)
-                            else Record(name, number, row, filled=True)
-                        )
+                        if isinstance(row, _BadRow):
+                            yield Broken.of(name, number, row.reason, row.excerpt)
+                        elif may_exceed and _num_bytes(row) > limit:
+                            excerpt = ",".join(str(value)[:_EXCERPT_CHARS] for value in row.values())
+                            yield Broken.of(name, number, "too long", excerpt)
+                        else:
+                            yield Record(name, number, row, filled=True)
         except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise self._damaged(error) from error
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of a row's texts, with 8 for each other value. Names of columns and keys are not counted."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, dict):
+        value = list(cast("dict[Any, Any]", value).values())
+    return sum(map(_num_bytes, cast("list[Any]", value))) if isinstance(value, list | tuple) else 8
 
 
 @dataclass(frozen=True, slots=True)
