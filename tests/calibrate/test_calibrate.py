@@ -68,9 +68,16 @@ def test_unmeasurable_requests_are_rejected() -> None:
         (["--budget", "soon"], "budget=soon: a time is needed"),
         (["--ranks", "two"], "ranks=two: numbers with commas"),
         (["--device", "tpu"], "device=tpu: not one of auto, cpu, cuda"),
+        (
+            ["--device", "cuda"],
+            "device=cuda: torch sees no GPU on this machine. Use --device cpu, or run `weft doctor`",
+        ),
     ],
 )
-def test_invalid_arguments_are_reported(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_reported(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(["calibrate", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Axis
 from weft.config.decoder_shape import DecoderSpec
+from weft.errors import ConfigError, Problem
 from weft.models.attention import rotate, rotation, see_causally
 from weft.models.decoder import Block
 from weft.planner.measured import profile_tables as here
@@ -197,13 +198,17 @@ def _median(windows: Sequence[float]) -> Timing:
 
 
 def this_machine(kind: str = "auto") -> Machine:
-    """Return this machine's description.
+    """Return this machine's description. kind: "cpu", "cuda", or "auto", which uses GPUs if torch finds any.
 
-    kind: "cpu", "cuda", or "auto", which uses GPUs if torch finds any.
+    Raises:
+        ConfigError: for "cuda" on a machine whose GPUs torch cannot use.
     """
     host = here.this_host()
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return host
+    if not torch.cuda.is_available():
+        rule = "torch sees no GPU on this machine. Use --device cpu, or run `weft doctor` to see why."
+        raise ConfigError([Problem.of("device", kind, rule)])
     found = torch.cuda.get_device_properties(0)
     release = ".".join(map(str, nccl.version()))
     return replace(
