@@ -74,7 +74,21 @@ def loop(block, x):
     return x * len(out)
 
 
+def uses_the_class_range(block, x):
+    values = range(3)
+    assert isinstance(values, range)
+    assert not isinstance(x, list | range)
+    assert type(values) == range  # noqa: E721
+    assert {range: 1}[type(values)] == 1
+    assert issubclass(type(values), range)
+    match values:
+        case range():
+            return x * len(values)
+    raise AssertionError
+
+
 TOKEN_WISE = {
+    "class range": uses_the_class_range,
     "nothing": lambda block, x: x,
     "separate layer": lambda block, x: torch.sigmoid(block.side(x)) * x,
     "features": lambda block, x: x.softmax(-1) + x.mean(-1, keepdim=True) + x.cumsum(-1) + F.pad(x, (1, -1)),

@@ -118,11 +118,29 @@ class Counted(int):
     __and__, __or__, __xor__ = _number("__and__"), _number("__or__"), _number("__xor__")
 
 
-def _range(*bounds: int) -> range:
-    for one in bounds:
-        if isinstance(one, Counted):
-            one.misuse("loops over {}")
-    return range(*bounds)
+class _RangeType(type):
+    """Class of `_range`, which equals `range` for code that uses it as a class."""
+
+    def __call__(cls, *bounds: int) -> range:
+        for one in bounds:
+            if isinstance(one, Counted):
+                one.misuse("loops over {}")
+        return range(*bounds)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, range)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, range)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is range or other is cls
+
+    def __hash__(cls) -> int:
+        return hash(range)
+
+
+_range = _RangeType("range", (), {})
 
 
 @contextmanager
