@@ -130,7 +130,7 @@ def test_any_events_give_valid_views(tmp_path_factory, events):
 
 
 def test_event_with_invalid_values_in_all_fields_is_shown(tmp_path):
-    odd = ["nan", "x", None, True, -1, 2**70, 1e308, [None], {"a": [1]}, [[1, "x"], None]]
+    odd = ["nan", "x", None, True, -1, 2**70, 1e308, [], [1.5], [None], {"a": [1]}, [[1, "x"], None]]
     names = (
         "time",
         "step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -367,10 +368,11 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 
 def _floats(column: Iterable[Any]) -> np.ndarray:
-    try:
-        return np.asarray(column, np.float64)  # None becomes nan
-    except (ValueError, TypeError, OverflowError):
-        return np.asarray([number(one) for one in column], np.float64)
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        found = np.asarray(column, np.float64)  # None becomes nan
+        if found.ndim == 1:  # not a column of lists
+            return found
+    return np.asarray([number(one) for one in column], np.float64)
 
 
 # Marks: events that users read, with text and severity.
