@@ -314,8 +314,7 @@ def add_adapter(
             twice the rank.
         targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*". `*` matches
             any text. (): all linear layers except the output layer, routers, and layers whose weight is computed or
-            shared with an earlier layer. A pattern that ends in the names of a module and a parameter, such as
-            "experts.down_proj", adapts stacked experts.
+            shared with an earlier layer. A pattern such as "experts.down_proj" adapts stacked experts.
         dropout: dropout rate of the adapter's inputs in training.
         kind: "lora", "rslora" or "dora".
         base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or

@@ -215,12 +215,7 @@ class MarkedAnswers:
         return missing, kinds
 
     def thoughts(self, text: str, place: int) -> list[tuple[int, int]]:
-        """Return the ranges of characters of a message's reasoning. Its tags are outside.
-
-        Args:
-            text: the rendered text in which `locate` found the marks.
-            place: index of the message.
-        """
+        """Return the ranges of characters of a message's reasoning, without its tags."""
         ranges: list[tuple[int, int]] = []
         last = -1
         for at, kind in self._own(place):
