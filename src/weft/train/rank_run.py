@@ -227,9 +227,7 @@ class _RankRun:
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
         """Load the checkpoint to resume from, train, and print a closing report on rank 0.
 
-        The report has a sample output, unless a stop was requested. If an earlier start did the last step, nothing is
-        trained. Stop signals are handled until the ranks have disconnected.
-
+        If an earlier start did the last step, nothing is trained. The report has a sample, unless a stop was requested.
         began: start of the command, in time.monotonic. until_left: contexts that close after the ranks disconnect.
         """
         engine, is_first = self.engine, self.engine.rank == 0
