@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -113,6 +116,18 @@ def test_loop_over_the_number_of_tokens_is_found():
     with pytest.raises(LayoutError, match=r"blocks\.0 \(Block\) loops over the number of tokens"):
         check(Net(loop))
     assert "range" not in globals()
+
+
+def test_loop_in_a_function_of_another_file_is_found(tmp_path, monkeypatch):
+    (tmp_path / "own_helpers.py").write_text(
+        "def doubled(x):\n    for _ in range(x.shape[1]):\n        x = 2 * x\n    return x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    helpers = importlib.import_module("own_helpers")
+    with pytest.raises(LayoutError, match=r"blocks\.0 \(Block\) loops over the number of tokens"):
+        check(Net(lambda block, x: helpers.doubled(x)))
+    assert "range" not in vars(helpers)
+    del sys.modules["own_helpers"]
 
 
 @pytest.mark.parametrize("name", TOKEN_WISE)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import sysconfig
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, SupportsInt, TypeGuard
 
 import torch
@@ -147,17 +149,33 @@ _range = _RangeType("range", (), {})
 def watched_loops(model: torch.nn.Module) -> Generator[None]:
     """Record each `range` over a `Counted` number in the model's own code inside the context, by its `misuse`.
 
-    The name `range` is replaced in the files of the model's forwards, because the built-in accepts a `Counted`.
+    The name `range` is replaced in the loaded modules of `_code_of`, because the built-in accepts a `Counted`.
     """
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    forwards = [vars(kind).get("forward") for kind in kinds if not kind.__module__.startswith(("torch.", "weft."))]
-    spaces: list[dict[str, Any]] = [one.__globals__ for one in forwards if isinstance(one, FunctionType)]
-    changed = [space for space in spaces if space.setdefault("range", _range) is _range]
+    changed = [space for space in _code_of(model) if space.setdefault("range", _range) is _range]
     try:
         yield
     finally:
         for space in changed:
             space.pop("range", None)
+
+
+def _code_of(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the globals of the model's forwards, of the packages of its classes, and of code that is not installed."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    names = {kind.__module__.partition(".")[0] for kind in kinds} - sys.stdlib_module_names - {"torch", "weft"}
+    for kind in kinds:
+        forward = vars(kind).get("forward")
+        if isinstance(forward, FunctionType) and not kind.__module__.startswith(("torch.", "weft.")):
+            yield forward.__globals__
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    loaded: list[tuple[str, object]] = [*sys.modules.items()]
+    for name, code in loaded:
+        top = name.partition(".")[0]
+        if top in ("torch", "weft") or not isinstance(code, ModuleType):  # sys.modules may have other objects
+            continue
+        file = vars(code).get("__file__")
+        if top in names or (isinstance(file, str) and not file.startswith(installed)):
+            yield vars(code)
 
 
 def counted_result(
