@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -116,6 +117,8 @@ def test_forged_message_is_ignored_until_the_signed_one_is_sent(server):
             server.set(key, '{"value": "/tmp/stolen"}')
 
     def act(channel, rank):
+        if rank == 1:
+            time.sleep(0.5)  # so that rank 0 reads the forged message first
         return channel.gather(b"own"), channel.on_first(lambda: ".tmp-own")
 
     with pytest.warns(WeftWarning, match="store key weft/talk/1/") as warned:
