@@ -204,7 +204,7 @@ class Axes:
         inner: within `over`, the other ranks.
         beside: within `replicate`, the ranks that are not on `outer`.
 
-    Without `compress`, `outer`, `inner` and `beside` have one rank.
+    Without `compress`, the last three axes have one rank each.
     """
 
     shard: Axis
