@@ -23,10 +23,11 @@ _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 _TAGS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]")
 _LETTER = re.compile(r"[^\W_]")
 _SIGN = re.compile(r"[^\s\"\\]")
-_THOUGHTS = re.compile(r"(?s)(<(think|thinking|thought|reasoning)>)(.*?)(?=</\2>)|\A()((?:(?!<think>).)*?)(?=</think>)")
-_OPEN_THOUGHT = re.compile(r"(?s)<(think|thinking|thought|reasoning)>(?!.*</\1>)")
-_CLOSED_THOUGHT = re.compile(r"(?s)(?:<(think|thinking|thought|reasoning)>.*?</\1>|\A(?:(?!<think>).)*?</think>)\s*")
-_THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
+_THOUGHT_NAMES = "think|thinking|thought|reasoning"
+_THOUGHTS = re.compile(rf"(?s)(<({_THOUGHT_NAMES})>)(.*?)(?=</\2>)|\A()((?:(?!<think>).)*?)(?=</think>)")
+_OPEN_THOUGHT = re.compile(rf"(?s)<({_THOUGHT_NAMES})>(?!.*</\1>)")
+_CLOSED_THOUGHT = re.compile(rf"(?s)(?:<({_THOUGHT_NAMES})>.*?</\1>|\A(?:(?!<think>).)*?</think>)\s*")
+_THOUGHT_TAG = re.compile(rf"</?(?:{_THOUGHT_NAMES})>")
 #: Keys of a message that contain the reasoning before an answer.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 #: Keys whose values templates compare with fixed names.
@@ -225,11 +226,11 @@ class MarkedAnswers:
                 ranges.append((at, at + 1))
             last = kind
         parts = self._marked[place].thoughts
+        leads, trails = [part.lead.lstrip() for part in parts], [part.trail.rstrip() for part in parts]
         return [
             (
-                low - max((len(one) for part in parts if text.endswith(one := part.lead.lstrip(), 0, low)), default=0),
-                high
-                + max((len(one) for part in parts if text.startswith(one := part.trail.rstrip(), high)), default=0),
+                low - max((len(one) for one in leads if text.endswith(one, 0, low)), default=0),
+                high + max((len(one) for one in trails if text.startswith(one, high)), default=0),
             )
             for low, high in ranges
         ]
