@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("name", ["rules.md", "settings.md", "recipes.md"])
@@ -33,11 +33,21 @@ def test_links_have_targets():
     assert not broken
 
 
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/first_run.md"])
+def test_translated_pages_have_the_same_code_blocks(page):
+    translated = ROOT / page.replace(".md", ".zh.md")
+    assert [block for block in blocks(ROOT / page) if block not in blocks(translated)] == []
+
+
 def weft_commands() -> list[str]:
     """Return every `weft train` and `weft config show` line of the fenced blocks, without comments."""
     found = []
     for page in PAGES:
-        for block in re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), re.M | re.S):
+        for block in blocks(page):
             lines = [line.split("  #")[0].strip() for line in block.splitlines()]
             found += [line for line in lines if re.match(r"weft (train|config show)\b", line)]
     return sorted(set(found))
