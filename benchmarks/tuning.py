@@ -1,9 +1,10 @@
 """Fine-tuning with an adapter beside TRL, and beside peft in a loop of Accelerate: the same work, in turns.
 
-python benchmarks/tuning.py --python VENV/bin/python [--rounds 3] [--steps 8] [--only sft|dpo] [--precision bf16|fp32]
+python benchmarks/tuning.py --python VENV/bin/python [--rounds 3] [--steps 8] [--only sft|dpo] [--ranks 1|2]
+python benchmarks/tuning.py --losses                  compares losses with TRL's, all weights trained, one and two ranks
 
 VENV has Weft and the rivals: pip install torch==2.13.0 trl==1.16.0 peft accelerate -e . (what else is installed decides
-what transformers imports, so all run in one environment). Two ranks on the CPU, one thread each, train
+what transformers imports, so all run in one environment). Ranks on the CPU, one thread each, train
 LoRA of rank 16 on all linear layers of a Llama of 57 M random weights: `sft` on chats, `dpo` on pairs with the adapter
 switched off as reference. All samples have one length, so no trainer packs or pads. Each is started as users start it,
 with torchrun or `weft train`. A process beside them reads the clock when a step is logged, the processor time of
@@ -26,7 +27,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-VOCABULARY, WORDS, ROWS = 16_000, 124, 1
+VOCABULARY, WORDS = 16_000, 124
+#: Samples of which --losses makes each step, so that the order of the data does not matter.
+FEW = 8
 RIVALS = {"sft": ("weft", "trl", "accelerate"), "dpo": ("weft", "trl")}
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}<assistant> {% generation %}"
@@ -35,8 +38,11 @@ TEMPLATE = (
 )
 
 
-def make_work(folder: Path) -> None:
-    """Write a model with a tokenizer of words, chats and pairs, by the rivals' own transformers."""
+def make_work(folder: Path, few: bool) -> None:
+    """Write a model with a tokenizer of words, chats and pairs, by the rivals' own transformers.
+
+    few: FEW samples of different lengths, for --losses; otherwise 256 of one length.
+    """
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -61,22 +67,26 @@ def make_work(folder: Path) -> None:
     def turn(role: str, number: int) -> dict[str, str]:
         return {"role": role, "content": " ".join(f"w{draw.randrange(VOCABULARY - 4)}" for _ in range(number))}
 
-    half = WORDS // 2
     with (folder / "sft.jsonl").open("w") as chats, (folder / "dpo.jsonl").open("w") as pairs:
-        for _ in range(256):
+        for number in range(FEW if few else 256):
+            half = WORDS // 2 - 5 * number if few else WORDS // 2
             chats.write(json.dumps({"messages": [turn("user", half), turn("assistant", half)]}) + "\n")
             pair = {"prompt": [turn("user", half)]}
             pair |= {one: [turn("assistant", half)] for one in ("chosen", "rejected")}
             pairs.write(json.dumps(pair) + "\n")
 
 
-def play(kind: str, rival: str, precision: str, steps: int, work: Path, out: Path) -> None:
+def play(kind: str, rival: str, precision: str, steps: int, rows: int, work: Path, out: Path) -> None:
     """Train as a rival does, on one rank of torchrun; a line a step goes to `out`."""
     import datasets
     import peft
     import transformers
 
-    lora = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = None
+    if rows == 1:
+        lora = peft.LoraConfig(
+            r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
     data = datasets.load_dataset("json", data_files=str(work / f"{kind}.jsonl"), split="train", cache_dir=str(out))
     if rival == "accelerate":
         _accelerate(lora, data, precision, steps, work, out)
@@ -96,10 +106,10 @@ def play(kind: str, rival: str, precision: str, steps: int, work: Path, out: Pat
         "model_init_kwargs": {"dtype": "bfloat16" if precision == "bf16" else "float32"},
     }  # fmt: skip
     if kind == "sft":
-        settings = trl.SFTConfig(**common, per_device_train_batch_size=ROWS, assistant_only_loss=True)
+        settings = trl.SFTConfig(**common, per_device_train_batch_size=rows, assistant_only_loss=True)
         make: Any = trl.SFTTrainer
     else:
-        settings = trl.DPOConfig(**common, per_device_train_batch_size=ROWS, beta=0.1)
+        settings = trl.DPOConfig(**common, per_device_train_batch_size=rows, beta=0.1)
         make = trl.DPOTrainer
     make(
         model=str(work / "model"), args=settings, train_dataset=data, peft_config=lora, callbacks=[Told()],
@@ -130,7 +140,7 @@ def _accelerate(lora: Any, data: Any, precision: str, steps: int, work: Path, ou
         transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype), lora
     )
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-4, weight_decay=0.0)
-    loader = torch.utils.data.DataLoader(data, batch_size=ROWS, shuffle=True, collate_fn=rows)
+    loader = torch.utils.data.DataLoader(data, batch_size=1, shuffle=True, collate_fn=rows)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for step, batch in enumerate(loader):
         if step == steps:
@@ -152,17 +162,21 @@ def _tell(out: Path, loss: float) -> None:
 
 def command(options: argparse.Namespace, kind: str, rival: str, precision: str, work: Path, out: Path) -> list[str]:
     """Return what a user types."""
+    rows = FEW // options.ranks if options.losses else 1
+    ranks = options.ranks
     if rival != "weft":
-        torchrun = [options.python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__]
-        return [*torchrun, "--play", kind, rival, precision, str(options.steps), str(work), str(out)]
+        torchrun = [options.python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        played = (kind, rival, precision, options.steps, rows, work, out)
+        return [*torchrun, __file__, "--play", *map(str, played)]
+    adapter = [] if options.losses else ["adapter.rank=16", "adapter.alpha=32"]
     settings = [
         f"model.path={work / 'model'}", f"data.train={work / f'{kind}.jsonl'}", f"run.dir={out}", "run.name=run",
-        f"train.seq_len={WORDS + 4}", f"train.global_batch={2 * ROWS}", "sample.prompt=",
-        f"train.steps={options.steps}", "adapter.rank=16", "adapter.alpha=32", "optimizer.lr=1e-4",
+        f"train.seq_len={WORDS + 4}", f"train.global_batch={ranks * rows}", "sample.prompt=",
+        f"train.steps={options.steps}", "optimizer.lr=1e-4", "optimizer.betas=[0.9,0.999]",
         "optimizer.weight_decay=0", "schedule.kind=constant", "schedule.warmup_steps=0", "eval.every=0",
-        "data.holdout=0", f"plan=dp_replicate=2 precision={precision}", "launch.ranks=2",
+        "data.holdout=0", f"plan=dp_replicate={ranks} precision={precision}", f"launch.ranks={ranks}", *adapter,
     ]  # fmt: skip
-    return [options.python, "-m", "weft", "train", *settings, *(["task=prefer"] if kind == "dpo" else [])]
+    return [options.python, "-m", "weft", "train", *settings, "task=prefer" if kind == "dpo" else "data.packing=pad"]
 
 
 def measure(words: list[str], out: Path, steps: int, threads: int) -> dict[str, float]:
@@ -202,6 +216,28 @@ def measure(words: list[str], out: Path, steps: int, threads: int) -> dict[str, 
     }
 
 
+def losses(out: Path) -> list[float]:
+    """Return the loss of each step that a rival or Weft has logged."""
+    own, events = out / "steps.jsonl", out / "run" / "events.jsonl"
+    found = map(json.loads, (own if own.is_file() else events).read_text().splitlines())
+    return [one["loss"] for one in found if "loss" in one and (own.is_file() or "step" in one)]
+
+
+def compare_losses(options: argparse.Namespace, work: Path) -> None:
+    """Print the losses of Weft and TRL, where each step takes all samples and trains all weights in fp32."""
+    for kind in [options.only] if options.only else [*RIVALS]:
+        for options.ranks in (1, 2):
+            told = {}
+            for rival in ("trl", "weft"):
+                with tempfile.TemporaryDirectory() as out:
+                    words = command(options, kind, rival, "fp32", work, Path(out))
+                    measure(words, Path(out), options.steps, threads=1)
+                    told[rival] = losses(Path(out))[: options.steps]
+                print(f"{kind} {options.ranks} ranks {rival:5}", *(f"{loss:.6f}" for loss in told[rival]), flush=True)
+            apart = max(abs(a - b) / abs(a) for a, b in zip(told["trl"], told["weft"], strict=True))
+            print(f"{kind} {options.ranks} ranks, largest relative difference: {apart:.1e}", flush=True)
+
+
 def _num_steps(out: Path) -> int:
     own, events = out / "steps.jsonl", out / "run" / "events.jsonl"
     if own.is_file():
@@ -239,17 +275,22 @@ def main() -> None:
     parser.add_argument("--only", choices=[*RIVALS])
     parser.add_argument("--precision", choices=["bf16", "fp32"])
     parser.add_argument("--work", type=Path, help="where model and data stay for another call")
-    parser.add_argument("--play", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, choices=[1, 2], default=2)
+    parser.add_argument("--losses", action="store_true", help="compare the losses of all-weights training with TRL's")
+    parser.add_argument("--play", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.play:
-        kind, rival, precision, steps, work, out = options.play
-        play(kind, rival, precision, int(steps), Path(work), Path(out))
+        kind, rival, precision, steps, rows, work, out = options.play
+        play(kind, rival, precision, int(steps), int(rows), Path(work), Path(out))
         return
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
         if not (work / "sft.jsonl").is_file():
             work.mkdir(parents=True, exist_ok=True)
-            make_work(work)
+            make_work(work, few=options.losses)
+        if options.losses:
+            compare_losses(options, work)
+            return
         for kind in [options.only] if options.only else [*RIVALS]:
             for precision in [options.precision] if options.precision else ["fp32", "bf16"]:
                 compare(options, kind, precision, work)
