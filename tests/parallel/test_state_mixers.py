@@ -109,7 +109,7 @@ def built(family: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StateCase(DecoderCase):
-    """A transformers model with layers that carry a state. Rows contain two documents, or one with padding."""
+    """A transformers model with layers that carry a state. Rows contain several documents, or one with padding."""
 
     family: str = "qwen3_5"
 
@@ -120,7 +120,12 @@ class StateCase(DecoderCase):
         found = super().batch(step)
         batch = {name: found[name] for name in ("input_ids", "labels")}
         if self.documents:
-            return batch | {"position_ids": found["positions"]}
+            place_BT = torch.arange(self.seq_len).repeat(self.global_batch, 1)
+            row_B1 = torch.arange(self.global_batch)[:, None]
+            # Documents begin at, before and after the ranks' borders.
+            cuts_B4 = torch.cat([0 * row_B1, row_B1 + 2, 3 * row_B1 + 7, 2 * row_B1 + 9], 1) % self.seq_len
+            begins = (place_BT[:, :, None] >= cuts_B4[:, None]) * cuts_B4[:, None]
+            return batch | {"position_ids": place_BT - begins.amax(-1)}
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][::2, -3:] = 0
         return batch
@@ -244,8 +249,9 @@ def test_more_families_match_one_process(ranks2, plan, documents):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["cp=4", "cp=2 tp=2", "cp=2 dp_shard=2 zero=3 recompute=full", "cp=2 pp=2"])
-def test_states_under_combined_plans_match_one_process(ranks4, plan):
-    check_plan(plan, ranks4, [*FAMILIES], documents=False)
+@pytest.mark.parametrize("documents", [False, True])
+def test_states_under_combined_plans_match_one_process(ranks4, plan, documents):
+    check_plan(plan, ranks4, [*FAMILIES, "granitemoehybrid"], documents)
 
 
 def traffic_of(families: list[str]) -> dict[str, list[tuple[str, str, int]]]:
