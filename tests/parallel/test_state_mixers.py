@@ -19,7 +19,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.context.context import sequence_in_use, shard_sequence
-from weft.parallel.context.state_layers import can_keep_tokens
+from weft.parallel.context.state_layers import can_keep_tokens, num_previous_tokens
 from weft.parallel.layers.documents import _packed, attend_in_documents, call_in_documents, why_documents_mix
 from weft.parallel.layers.state_mixers import Documents, documents_of, state_mixers
 from weft.parallel.parallelize import parallelize
@@ -90,12 +90,16 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("JambaConfig", {**FIRST, **EXPERTS}),
 }  # fmt: skip
 LENGTHS = (9, 14, 1, 5, 3)
+#: A model of one head, which ranks cannot share.
+ODD = {
+    "one_head": ("Mamba2Config", {"state_size": 8, "num_heads": 1, "head_dim": 32, "n_groups": 1, "chunk_size": 4}),
+}
 #: Families whose small copy cannot be built, so that rows with several documents are refused.
 UNSEEN = ("zamba2",)
 
 
 def built(family: str) -> Any:
-    name, sizes = (FAMILIES | MORE)[family]
+    name, sizes = (FAMILIES | MORE | ODD)[family]
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -154,10 +158,11 @@ def check_documents(family: str) -> None:
             assert float((ours.grad - theirs.grad).abs().max()) / scale < 1e-9, (family, name)
 
 
-def train_states(plan: str, families: list[str], documents: bool) -> dict[str, Any]:
+def train_states(plan: str, families: list[str], documents: bool, seq_len: int = 16) -> dict[str, Any]:
     found = {}
+    given: Any = {"num_steps": 2, "seq_len": seq_len, "optimizer": "sgd", "documents": documents, "max_grad_norm": 0.5}
     for family in families:
-        case = StateCase(LLAMA, num_steps=2, family=family, optimizer="sgd", documents=documents, max_grad_norm=0.5)
+        case = StateCase(LLAMA, family=family, **given)
         with warnings.catch_warnings(), Float64Throughout():
             warnings.simplefilter("ignore")
             found[family] = train_case(f"{plan} precision=fp64", case)
@@ -169,12 +174,12 @@ def train_states(plan: str, families: list[str], documents: bool) -> dict[str, A
 REFUSED = {"tp=2": ("kimi_linear", "lfm3"), "sp=on": ("mamba", "mamba2", "falcon_mamba")}
 
 
-def check_plan(plan: str, ranks: Any, families: list[str], documents: bool) -> None:
+def check_plan(plan: str, ranks: Any, families: list[str], documents: bool, seq_len: int = 16) -> None:
     refused = [family for part, names in REFUSED.items() if part in plan for family in names]
     refused += UNSEEN if documents else ()
     families = [family for family in families if family not in refused]
-    found = ranks.run(train_states, plan, families, documents)[0]
-    expected = train_states("", families, documents)
+    found = ranks.run(train_states, plan, families, documents, seq_len)[0]
+    expected = train_states("", families, documents, seq_len)
     for family in families:
         assert found[family].losses == pytest.approx(expected[family].losses, rel=1e-11), family
         for name, grad in expected[family].grads.items():
@@ -234,6 +239,15 @@ def test_recomputed_blocks_separate_documents():
 @pytest.mark.parametrize("documents", [False, True])
 def test_states_over_cp_match_one_process(ranks2, documents):
     check_plan("cp=2", ranks2, [*FAMILIES], documents)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("families", "seq_len"), [(["one_head"], 16), ([*FAMILIES, "jamba"], 4)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_layers_that_cannot_keep_tokens_gather_them(ranks2, families, seq_len, documents):
+    """A rank with 2 tokens has fewer than a convolution with a kernel of 4 reads."""
+    assert num_previous_tokens(next(iter(state_mixers(built("qwen3_5")).values()))) == 3
+    check_plan("cp=2", ranks2, families, documents, seq_len)
 
 
 def test_heads_over_tp_match_one_process(ranks2):
