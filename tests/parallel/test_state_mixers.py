@@ -170,8 +170,8 @@ def train_states(plan: str, families: list[str], documents: bool, seq_len: int =
 
 
 #: Families that a plan refuses by name. tp: a layer that Weft does not know reads sharded features (Kimi's forget gate,
-#: LFM3's gate). sp: nothing but layers that carry a state.
-REFUSED = {"tp=2": ("kimi_linear", "lfm3"), "sp=on": ("mamba", "mamba2", "falcon_mamba")}
+#: LFM3's gate). sp: nothing but layers that carry a state, or concatenated inputs (Zamba 2).
+REFUSED = {"tp=2": ("kimi_linear", "lfm3"), "sp=on": ("mamba", "mamba2", "falcon_mamba", "zamba2")}
 
 
 def check_plan(plan: str, ranks: Any, families: list[str], documents: bool, seq_len: int = 16) -> None:
