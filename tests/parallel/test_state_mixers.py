@@ -1,23 +1,29 @@
-"""State spaces, linear attention and short convolutions: packed documents, and states that pass between ranks."""
+"""State spaces, linear attention and short convolutions: packed documents, heads and tokens of ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.parity.cases import LLAMA
+from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.context.context import sequence_in_use, shard_sequence
+from weft.parallel.context.state_layers import can_keep_tokens, num_previous_tokens
 from weft.parallel.layers.documents import _packed, attend_in_documents, call_in_documents, why_documents_mix
 from weft.parallel.layers.state_mixers import Documents, documents_of, state_mixers
 from weft.parallel.parallelize import parallelize
+from weft.parallel.zero_flat.model import FlatModel
 from weft.train.microbatches import call_model
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.verify.parity import DecoderCase, train_case
@@ -72,16 +78,28 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8,
          "n_groups": 2, "chunk_size": 4, **EXPERTS},
     ),
+    "bamba": ("BambaConfig", {**STATES, "attn_layer_indices": [1]}),
+    "zamba2": (
+        "Zamba2Config",
+        {"n_mamba_heads": 4, "mamba_d_state": 8, "mamba_ngroups": 2, "chunk_size": 4, "use_mem_rope": True,
+         "layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 4, "adapter_rank": 4},
+    ),
     "lfm2_moe": ("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **EXPERTS}),
     "lfm3": ("Lfm3Config", {"layer_types": ["conv", "full_attention"]}),
     "falcon_mamba": ("FalconMambaConfig", {"state_size": 4}),
     "jamba": ("JambaConfig", {**FIRST, **EXPERTS}),
 }  # fmt: skip
 LENGTHS = (9, 14, 1, 5, 3)
+#: A model of one head, which ranks cannot share.
+ODD = {
+    "one_head": ("Mamba2Config", {"state_size": 8, "num_heads": 1, "head_dim": 32, "n_groups": 1, "chunk_size": 4}),
+}
+#: Families whose small copy cannot be built, so that rows with several documents are refused.
+UNSEEN = ("zamba2",)
 
 
 def built(family: str) -> Any:
-    name, sizes = (FAMILIES | MORE)[family]
+    name, sizes = (FAMILIES | MORE | ODD)[family]
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -95,7 +113,7 @@ def built(family: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StateCase(DecoderCase):
-    """A transformers model with layers that carry a state. Rows contain two documents, or one with padding."""
+    """A transformers model with layers that carry a state. Rows contain several documents, or one with padding."""
 
     family: str = "qwen3_5"
 
@@ -106,7 +124,12 @@ class StateCase(DecoderCase):
         found = super().batch(step)
         batch = {name: found[name] for name in ("input_ids", "labels")}
         if self.documents:
-            return batch | {"position_ids": found["positions"]}
+            place_BT = torch.arange(self.seq_len).repeat(self.global_batch, 1)
+            row_B1 = torch.arange(self.global_batch)[:, None]
+            # Documents begin at, before and after the ranks' borders.
+            cuts_B4 = torch.cat([0 * row_B1, row_B1 + 2, 3 * row_B1 + 7, 2 * row_B1 + 9], 1) % self.seq_len
+            begins = (place_BT[:, :, None] >= cuts_B4[:, None]) * cuts_B4[:, None]
+            return batch | {"position_ids": place_BT - begins.amax(-1)}
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][::2, -3:] = 0
         return batch
@@ -135,10 +158,11 @@ def check_documents(family: str) -> None:
             assert float((ours.grad - theirs.grad).abs().max()) / scale < 1e-9, (family, name)
 
 
-def train_states(plan: str, families: list[str], documents: bool) -> dict[str, Any]:
+def train_states(plan: str, families: list[str], documents: bool, seq_len: int = 16) -> dict[str, Any]:
     found = {}
+    given: Any = {"num_steps": 2, "seq_len": seq_len, "optimizer": "sgd", "documents": documents, "max_grad_norm": 0.5}
     for family in families:
-        case = StateCase(LLAMA, num_steps=2, family=family, optimizer="sgd", documents=documents, max_grad_norm=0.5)
+        case = StateCase(LLAMA, family=family, **given)
         with warnings.catch_warnings(), Float64Throughout():
             warnings.simplefilter("ignore")
             found[family] = train_case(f"{plan} precision=fp64", case)
@@ -146,15 +170,16 @@ def train_states(plan: str, families: list[str], documents: bool) -> dict[str, A
 
 
 #: Families that a plan refuses by name. tp: a layer that Weft does not know reads sharded features (Kimi's forget gate,
-#: LFM3's gate). sp: nothing but layers that carry a state.
-REFUSED = {"tp=2": ("kimi_linear", "lfm3"), "sp=on": ("mamba", "mamba2", "falcon_mamba")}
+#: LFM3's gate). sp: nothing but layers that carry a state, or concatenated inputs (Zamba 2).
+REFUSED = {"tp=2": ("kimi_linear", "lfm3"), "sp=on": ("mamba", "mamba2", "falcon_mamba", "zamba2")}
 
 
-def check_plan(plan: str, ranks: Any, families: list[str], documents: bool) -> None:
+def check_plan(plan: str, ranks: Any, families: list[str], documents: bool, seq_len: int = 16) -> None:
     refused = [family for part, names in REFUSED.items() if part in plan for family in names]
+    refused += UNSEEN if documents else ()
     families = [family for family in families if family not in refused]
-    found = ranks.run(train_states, plan, families, documents)[0]
-    expected = train_states("", families, documents)
+    found = ranks.run(train_states, plan, families, documents, seq_len)[0]
+    expected = train_states("", families, documents, seq_len)
     for family in families:
         assert found[family].losses == pytest.approx(expected[family].losses, rel=1e-11), family
         for name, grad in expected[family].grads.items():
@@ -172,7 +197,7 @@ def test_packed_documents_equal_rows_of_their_own():
 @pytest.mark.parametrize("family", MORE)
 def test_more_families_separate_packed_documents(family):
     check_documents(family)
-    assert not why_documents_mix(built(family))
+    assert bool(why_documents_mix(built(family))) == (family in UNSEEN)
 
 
 def test_documents_form_groups_of_similar_lengths():
@@ -182,6 +207,9 @@ def test_documents_form_groups_of_similar_lengths():
     with pytest.raises(ModelError, match="document_ids: a document continues after another one"):
         documents_of(torch.tensor([[0, 0, 1, 0]]))
     assert documents_of(torch.tensor([[5, 5], [7, 7]])) is None
+    inner, outer = (Documents([[0, 9, 10, 24], [0, 3, 5, 24]]).between(*span) for span in ((8, 14), (-2, 4)))
+    assert [span for span, _ in sorted(inner._spans)] == [0, 1, 2, 6]
+    assert sorted(outer._spans) == [(0, 2), (2, 4), (6, 2), (8, 3), (11, 1)]
 
 
 def test_plans_that_cannot_separate_states_are_rejected():
@@ -213,6 +241,15 @@ def test_states_over_cp_match_one_process(ranks2, documents):
     check_plan("cp=2", ranks2, [*FAMILIES], documents)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("families", "seq_len"), [(["one_head"], 16), ([*FAMILIES, "jamba"], 4)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_layers_that_cannot_keep_tokens_gather_them(ranks2, families, seq_len, documents):
+    """A rank with 2 tokens has fewer than a convolution with a kernel of 4 reads."""
+    assert num_previous_tokens(next(iter(state_mixers(built("qwen3_5")).values()))) == 3
+    check_plan("cp=2", ranks2, families, documents, seq_len)
+
+
 def test_heads_over_tp_match_one_process(ranks2):
     check_plan("tp=2", ranks2, ["qwen3_5", "lfm2", "mamba2"], documents=False)
 
@@ -226,29 +263,95 @@ def test_more_families_match_one_process(ranks2, plan, documents):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["cp=4", "cp=2 tp=2", "cp=2 dp_shard=2 zero=3 recompute=full", "cp=2 pp=2"])
-def test_states_under_combined_plans_match_one_process(ranks4, plan):
-    check_plan(plan, ranks4, [*FAMILIES], documents=False)
+@pytest.mark.parametrize("documents", [False, True])
+def test_states_under_combined_plans_match_one_process(ranks4, plan, documents):
+    check_plan(plan, ranks4, [*FAMILIES, "granitemoehybrid"], documents)
 
 
-def shared_sizes() -> tuple[dict[str, int], list[int]]:
-    """Return the rows of a Gated DeltaNet's weights under tp=2, and the tokens of a short convolution under cp=2."""
+def traffic_of(families: list[str]) -> dict[str, list[tuple[str, str, int]]]:
+    """Return the collectives of each family under cp=2 in their order. Each parameter has its own gradient bucket."""
+    found, record = {}, Ledger.record
+    small = patch.object(FlatModel, "usual_bucket_bytes", staticmethod(lambda device: 8))
+    for family in families:
+        calls = found[family] = []
+
+        def noted(self: Ledger, axis: str, operation: str, num_bytes: int, *args: Any, calls=calls) -> None:
+            calls.append((axis, operation, num_bytes))
+            record(self, axis, operation, num_bytes, *args)
+
+        with patch.object(Ledger, "record", noted), patch("weft.verify.parity.several_buckets", lambda model: small):
+            train_states("cp=2", [family], documents=family not in UNSEEN)
+    return found
+
+
+@pytest.mark.parametrize("families", [["granitemoehybrid"], pytest.param([*FAMILIES, *MORE], marks=pytest.mark.full)])
+def test_ranks_call_collectives_in_the_same_order(ranks2, families):
+    first, second = ranks2.run(traffic_of, families)
+    for family in families:
+        operations = [operation for _, operation, _ in first[family]]
+        assert first[family] == second[family], family
+        # Reductions of gradients are between the exchanges of backward.
+        assert "all_reduce" in operations[operations.index("all_to_all") :], family
+
+
+def test_layers_keep_tokens_if_cp_divides_their_heads():
+    for family in FAMILIES:
+        mixer = next(iter(state_mixers(built(family)).values()))
+        kept = [cp for cp in (2, 3, 4, 8) if can_keep_tokens(mixer, cp)]
+        assert kept == ([2, 4] if family in ("qwen3_5", "kimi_linear", "mamba2") else [2, 3, 4, 8]), family
+    assert not can_keep_tokens(built("qwen3_5").model.layers[1].self_attn, 2)
+
+
+def shared_sizes() -> dict[str, int]:
+    """Return the rows of a Gated DeltaNet's weights under tp=2."""
     model = parallelize(built("qwen3_5"), build_mesh(Plan.parse("tp=2 precision=fp64")))
-    mixer = next(iter(state_mixers(model).values()))
-    rows = {name: weight.shape[0] for name, weight in mixer.named_parameters()}
-    case, tokens = StateCase(LLAMA, num_steps=1, global_batch=2, family="lfm2"), []
-    model = parallelize(built("lfm2"), build_mesh(Plan.parse("cp=2 precision=fp64")))
-    projection = next(iter(state_mixers(model).values())).in_proj
-    projection.register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[1]))
-    with torch.no_grad(), sequence_in_use(model):
-        case.forward(model, shard_sequence(model, case.batch(0)))
-    return rows, tokens
+    return {name: weight.shape[0] for name, weight in next(iter(state_mixers(model).values())).named_parameters()}
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_ranks_share_heads_and_tokens(ranks2):
-    rows, tokens = ranks2.run(shared_sizes)[0]
-    assert rows == {
+def test_ranks_share_heads(ranks2):
+    assert ranks2.run(shared_sizes)[0] == {
         "dt_bias": 2, "A_log": 2, "conv1d.weight": 16, "norm.weight": 4, "out_proj.weight": 16,
         "in_proj_qkv.weight": 16, "in_proj_z.weight": 8, "in_proj_b.weight": 2, "in_proj_a.weight": 2,
     }  # fmt: skip
-    assert tokens == [8]
+
+
+def saved_of(plan: str, families: list[str], documents: bool) -> dict[str, tuple[int, int]]:
+    """Return the tokens that a layer's last projection gets, and the bytes that the layer saves for backward."""
+    found = {}
+    for family in families:
+        case = StateCase(LLAMA, num_steps=1, family=family, documents=documents)
+        model = parallelize(built(family), build_mesh(Plan.parse(f"{plan} precision=fp64"))).train()
+        known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        saved, tokens, stack = {}, [], contextlib.ExitStack()
+
+        def pack(tensor, known=known, saved=saved):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        def enter(*_, pack=pack, stack=stack):
+            stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+
+        mixer = next(iter(state_mixers(model).values()))
+        mixer.register_forward_pre_hook(enter, prepend=True)
+        mixer.register_forward_hook(lambda *_, stack=stack: stack.close())
+        last = getattr(mixer, "o_proj" if hasattr(mixer, "o_proj") else "out_proj")
+        last.register_forward_hook(lambda module, args, output, tokens=tokens: tokens.append(args[0].shape[1]))
+        with Float64Throughout(), sequence_in_use(model):
+            case.forward(model, shard_sequence(model, case.batch(0)))
+        found[family] = tokens[0], sum(size for size, _ in saved.values())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_rank_keeps_its_tokens(ranks2):
+    families = [*FAMILIES]
+    alone, found = saved_of("", families, False), ranks2.run(saved_of, "cp=2", families, False)
+    for family, (tokens, saved) in alone.items():
+        for rank in found:
+            assert rank[family][0] == tokens // 2 == 8, family
+            assert rank[family][1] / saved < 0.62, (family, rank[family][1] / saved)
+    with_documents = ranks2.run(saved_of, "cp=2", families, True)[1]
+    assert {tokens for tokens, _ in with_documents.values()} == {8}

@@ -30,7 +30,7 @@ from weft.parallel.context.full_mixers import (
     gather_mixers,
     mixers_of,
 )
-from weft.parallel.context.short_convolutions import num_previous_tokens
+from weft.parallel.context.state_layers import can_keep_tokens
 from weft.parallel.state.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
@@ -108,10 +108,11 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
     context = FullSequenceMixers(mesh.plan, mesh["cp"], blocks, mixers, is_own=own is not None)
     gather_mixers(model, context, here, mixers)
     modules = dict(model.named_modules())
-    if mesh.rank == 0 and not all(num_previous_tokens(modules[path]) for path in mixers if path in modules):
+    cp = mesh["cp"].size
+    if mesh.rank == 0 and not all(can_keep_tokens(modules[path], cp) for path in mixers if path in modules):
         warnings.warn(
-            f"cp={mesh['cp'].size}: {why}, so modules that mix tokens get all of them on every rank of cp, except "
-            "short convolutions. Results equal one process, and the rest of each block is "
+            f"cp={cp}: {why}, so modules that mix tokens get all of them on every rank of cp, except layers that "
+            "carry a state if cp divides their heads. Results equal one process, and the rest of each block is "
             "sharded, but attention costs every rank the memory and time of a full sequence, and each of its calls "
             "gathers the hidden states. cp_mode has no effect.",
             WeftWarning,

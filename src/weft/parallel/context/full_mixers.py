@@ -4,8 +4,8 @@ Outside its blocks the model works on full sequences, so its own code computes m
 first block to the last, each rank holds a contiguous range of tokens: the memory of norms, dropout, feed-forward layers
 and the residual stream shrinks with cp. Before a module that mixes tokens, ranks all-gather the tokens. Each rank
 computes this module for all tokens and keeps only the output for its tokens, so attention costs each rank as much as
-in one process. Short convolutions keep this rank's tokens and get the last inputs of the previous rank, unless rows
-contain several documents. The head gets only this rank's tokens.
+in one process. Layers that carry a state keep this rank's tokens (`state_layers`). The head gets only this rank's
+tokens.
 
 Every collective has its transpose in backward, and each rank's loss covers its own tokens. Gradients are therefore
 partial sums over cp, as with sharded attention.
@@ -29,7 +29,13 @@ from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
 from weft.parallel.context.modes import SequenceOrder, full_sequence, shard_tensor
-from weft.parallel.context.short_convolutions import PreviousTokens, num_previous_tokens
+from weft.parallel.context.state_layers import (
+    SHARDED_ROWS,
+    ShardedRows,
+    can_keep_tokens,
+    keep_tokens,
+    num_previous_tokens,
+)
 from weft.parallel.layers.documents import DocumentTracker
 from weft.parallel.layers.state_mixers import documents_in, state_mixers
 from weft.private_torch import tree_flatten, tree_unflatten
@@ -179,10 +185,12 @@ def gather_mixers(
     """
     modules = dict(model.named_modules())
     for path in whole:
-        kind = _Convolution if num_previous_tokens(modules[path]) else _Mixer
-        mixer = kind(context, _names(modules[path]))
+        keeps = can_keep_tokens(modules[path], context.axis.size)
+        mixer = (_StateLayer if keeps else _Mixer)(context, _names(modules[path]))
+        if keeps:
+            keep_tokens(modules[path])
         modules[path].register_forward_pre_hook(mixer.before, with_kwargs=True)
-        modules[path].register_forward_hook(mixer.after)
+        modules[path].register_forward_hook(mixer.after, with_kwargs=True)
     for run in runs:
         edge = _Ends(context, _names(modules[run[0]]))
         modules[run[0]].register_forward_pre_hook(edge.before, with_kwargs=True)
@@ -295,8 +303,8 @@ class _Mixer(_Hooks):
                 leaves[place] = joined[id(leaf)]
         return rebuilt(tree_unflatten(leaves, tree))
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        del args
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        del args, kwargs
         if self._is_idle:
             return None
         leaves, tree = tree_flatten(output)
@@ -305,30 +313,31 @@ class _Mixer(_Hooks):
         return tree_unflatten(leaves, tree)
 
 
-class _Convolution(_Mixer):
-    """Hooks of a short convolution. It normally gets this rank's tokens and the previous rank's last tokens.
+class _StateLayer(_Mixer):
+    """Hooks of a layer that carries a state. It gets only this rank's tokens if `can_keep_tokens`.
 
-    It gets all tokens if rows contain several documents, or if it reads more previous tokens than a rank has.
+    It gets all tokens if its convolution reads more previous tokens than a rank has.
     """
 
-    _is_local = False
-
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass the previous rank's last tokens as the cache, and this rank's part of a mask."""
-        self._is_local = False
-        if self._is_idle or documents_in(module):
-            return super().before(module, args, kwargs)
+        """Pass this rank's part of a mask, and the rows in which the other tokens are."""
+        if self._is_idle:
+            return None
         given, rebuilt = self._split(args, kwargs)
+        axis, documents = self._context.axis, documents_in(module)
         hidden_states, mask = given["hidden_states"], given.get("attention_mask")
-        if hidden_states.shape[1] < num_previous_tokens(module):
+        batch, num_tokens = hidden_states.shape[:2]
+        is_short = num_tokens < num_previous_tokens(module)
+        is_other = documents is not None and documents.shape != (batch, num_tokens * axis.size)
+        if is_short or is_other or not can_keep_tokens(module, axis.size):
             return super().before(module, args, kwargs)
-        self._is_local = True
-        if mask is not None and mask.shape[1] != hidden_states.shape[1]:
+        if mask is not None and mask.shape[1] != num_tokens:
             given["attention_mask"] = self._own(mask)
-        return rebuilt(given | {"cache": PreviousTokens(self._context.axis)})
+        # Some models pass an empty cache in training.
+        return rebuilt(given | {"cache": None, SHARDED_ROWS: ShardedRows(axis, documents)})
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._is_local else super().after(module, args, output)
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        return None if SHARDED_ROWS in kwargs else super().after(module, args, kwargs, output)
 
 
 class _Outer(_Hooks):

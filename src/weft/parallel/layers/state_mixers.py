@@ -27,11 +27,12 @@ CONVOLUTIONS = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
 MIXERS = CONVOLUTIONS | {
     "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
     "LaraMiniGatedDeltaNet", "KimiLinearDeltaAttention", "BailingHybridDeltaAttention",
-    "Mamba2Mixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer",
+    "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer",
+    "Zamba2MambaMixer",
     "MambaMixer", "FalconMambaMixer", "JambaMambaMixer",
 }  # fmt: skip
 #: Arguments by which transformers' kernels separate documents. The fallbacks without kernels refuse them.
-_OF_KERNELS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+OF_KERNELS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _ATTRIBUTE, _ARGUMENT = "_weft_rows", "_weft_documents"
 
 
@@ -51,6 +52,8 @@ class Documents:
 
     def __init__(self, borders: Sequence[Sequence[int]]):
         self.shape = (len(borders), borders[0][-1])
+        self._borders = borders
+        self._ranges: dict[tuple[int, int], Documents] = {}
         lengths = [(row * self.shape[1] + begin, end - begin)
                    for row, cuts in enumerate(borders) for begin, end in pairwise(cuts)]  # fmt: skip
         self._spans = sorted(lengths, key=lambda span: -span[1])
@@ -74,6 +77,22 @@ class Documents:
                 offset += take_GL.numel()
             self._indices[device] = [take_GL.to(device) for take_GL in groups], back.to(device)
         return self._indices[device]
+
+    def run_apart(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """Return the output, (B, T, ...), of a function that gets each document as a separate row, (G, L, ...).
+
+        rows: arguments of the function, (B, T, ...).
+        """
+        flat, (groups, back) = [x.flatten(0, 1) for x in rows], self.indices(rows[0].device)
+        outputs = [function(*(x[take_GL] for x in flat)).flatten(0, 1) for take_GL in groups]
+        return torch.cat(outputs)[back].unflatten(0, self.shape)
+
+    def between(self, begin: int, end: int) -> Documents:
+        """Return the documents of the tokens from `begin` to `end`. Tokens before the row, if any, are a document."""
+        if (begin, end) not in self._ranges:
+            inside = [[cut - begin for cut in cuts if begin < cut < end] for cuts in self._borders]
+            self._ranges[begin, end] = Documents([[0, *cuts, end - begin] for cuts in inside])
+        return self._ranges[begin, end]
 
 
 def documents_of(ids_BT: Tensor) -> Documents | None:
@@ -211,13 +230,11 @@ def _mixer_members(kind: type) -> dict[str, Any]:
                 f"document_ids of shape {documents.shape}: {type(self).__name__} gets hidden states of shape "
                 f"{tuple(hidden_states.shape)}. Use one document per row."
             )
-        flat, (groups, back) = hidden_states.flatten(0, 1), documents.indices(hidden_states.device)
-        others = {name: value for name, value in kwargs.items() if name not in _OF_KERNELS}
-        outputs = []
-        for take_GL in groups:
-            mask_GL = None if attention_mask is None else attention_mask.flatten()[take_GL]
-            out_GLD = plain(self, flat[take_GL], cache=None, attention_mask=mask_GL, **others)
-            outputs.append(out_GLD.flatten(0, 1))
-        return torch.cat(outputs)[back].unflatten(0, documents.shape)
+        others = {name: value for name, value in kwargs.items() if name not in OF_KERNELS}
+
+        def run(x_GLD: Tensor, mask_GL: Tensor | None = None) -> Tensor:
+            return plain(self, x_GLD, cache=None, attention_mask=mask_GL, **others)
+
+        return documents.run_apart(run, *(hidden_states, *(() if attention_mask is None else (attention_mask,))))
 
     return {"forward": forward}
