@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.choice import gate_runs
-from tests.train.chat_folders import IMAGES, chats, save_folder, write_chats, write_pictures, write_sounds
+from tests.train.chat_folders import BOTH, IMAGES, SINGLE, data_of, save_folder, write_all, write_chats
 from weft.cli.app import run as weft_run
 from weft.config.run_config import RunConfig
 from weft.data.media import folder_processor
@@ -29,8 +29,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("chats")
-    write_chats(found, chats(write_pictures(found)))
-    write_chats(found, chats(write_sounds(found), "audio"), "sounds.jsonl")
+    write_all(found)
     return found
 
 
@@ -43,14 +42,13 @@ def any_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(root: Path, family: str, **options: Any) -> RunConfig:
-    data = root / ("sounds.jsonl" if family == "qwen2_audio" else "chats.jsonl")
-    options = {"data": str(data), "holdout": 0.3, **options}
+    options = {"data": str(root / data_of(family)), "holdout": 0.3, **options}
     settings = {name: options.pop(name) for name in ("seq_len", "adapter", "max_bad") if name in options}
     return RunConfig.model_validate({
         "plan": "dp_replicate=1", "task": {"name": "chat", "options": options}, "model": {"path": str(root / family)},
         "run": {"name": family, "dir": str(root / "runs")}, "adapter": settings.get("adapter", {}),
         "train": {"steps": 2, "global_batch": 4, "seq_len": settings.get("seq_len", 256)},
-        "data": {"cache_dir": str(root / "cache"), "workers": 0, "max_bad_fraction": settings.get("max_bad", 0.01)},
+        "data": {"cache_dir": str(root / "cache"), "workers": 0, "max_bad_fraction": settings.get("max_bad", 0.6 if family in SINGLE else 0.01)},
         "eval": {"every": 0, "batches": 1}, "checkpoint": {"every": 0}, "launch": {"device": "cpu"},
     })  # fmt: skip
 
@@ -87,18 +85,25 @@ def wanted(processor: Any, record: dict[str, Any], root: Path) -> dict[str, np.n
         return wave if rate == 16_000 else soxr.resample(wave, rate, 16_000, quality="HQ")
 
     messages, names = messages_of(record, root)
-    # The base class's method: SmolVLM's needs its video processor.
-    text = ProcessorMixin.apply_chat_template(processor, messages, tokenize=False)
     given: dict[str, Any] = {}
-    if names:
-        is_sound = names[0].endswith(".wav")
-        given = {"audio": [heard(name) for name in names], "sampling_rate": 16_000} if is_sound else \
-            {"images": [[Image.open(name) for name in names]]}  # fmt: skip
+    if hasattr(processor, "image_seq_length") and "PaliGemma" in type(processor).__bases__[0].__name__:
+        if messages[0]["role"] == "system":
+            messages[1]["content"].insert(0, {"type": "text", "text": messages.pop(0)["content"][0]["text"] + "\n\n"})
+        text = "".join(part.get("text", "<image>") for part in messages[0]["content"])
+        given["suffix"] = [messages[1]["content"][0]["text"]]
+    else:  # the base class's method: SmolVLM's needs its video processor
+        text = ProcessorMixin.apply_chat_template(processor, messages, tokenize=False)
+    if sounds := [heard(name) for name in names if name.endswith(".wav")]:
+        given |= {"audio": sounds, "sampling_rate": 16_000}
+    if images := [Image.open(name) for name in names if not name.endswith(".wav")]:
+        given["images"] = [images]
     return dict(processor(text=[text], **given, return_tensors="np"))
 
 
-@pytest.mark.parametrize("family", gate_runs(list(IMAGES), 2, 3, 5, 6, 8))
+@pytest.mark.parametrize("family", gate_runs(list(IMAGES), 2, 3, 5, 6, 8, 12))
 def test_batch_equals_the_processors_output(family: str, root: Path, any_package: None) -> None:
+    if family == "mistral3":
+        pytest.importorskip("torchvision")
     save_folder(root, family, weights=False)
     task = find_task(config(root, family))
     own, samples = task.processor, task.samples("train")
@@ -106,7 +111,9 @@ def test_batch_equals_the_processors_output(family: str, root: Path, any_package
     shown = [*range(len(samples))]
     found = [samples[index] for index in shown]
     lines = [int(samples.items.records.file(index).rpartition(" ")[2]) for index in shown]
-    assert {line % 4 for line in lines} == {0, 1, 2, 3}  # all forms of records
+    left_out = {"paligemma": {3, 0}, "llava_onevision": {2}}.get(family, set())
+    assert {line % 4 for line in lines} == {0, 1, 2, 3} - left_out  # all forms of records
+    assert family not in BOTH or any({"pixel_values", "input_features"} <= one.keys() for one in found)
     processor: Any = folder_processor._loaded(str(root / family), folder_processor.processor_digest(root / family))
     if family in ("llava", "qwen2_audio"):  # whose processors have no part for videos
         processor = transformers.AutoProcessor.from_pretrained(root / family)
@@ -118,9 +125,9 @@ def test_batch_equals_the_processors_output(family: str, root: Path, any_package
         assert sample["input_ids"].tolist() == theirs["input_ids"][0].tolist()
         for name in set(batch) - {"input_ids", "attention_mask", "labels"}:
             ours = batch[name].numpy()
-            if name != own.survey.processor.family.types and name not in sample:
+            if name not in own.survey.processor.types and name not in sample:
                 continue  # a blank image, which attention does not see
-            if name == own.survey.processor.family.types:
+            if name in own.survey.processor.types:
                 kinds = theirs.get(name, np.zeros((1, length)))[0]
                 assert ours[0, :length].tolist() == kinds.tolist()
             else:
