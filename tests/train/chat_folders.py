@@ -287,3 +287,10 @@ def write_all(root: Path, count: int = 16) -> None:
 def data_of(family: str) -> str:
     """Return the name of a family's data."""
     return "both.jsonl" if family in BOTH else "sounds.jsonl" if family == "qwen2_audio" else "chats.jsonl"
+
+
+def use_without_videos() -> None:
+    """Let SmolVLM's processor load without a package that only videos use."""
+    from transformers.models.smolvlm import processing_smolvlm
+
+    processing_smolvlm.num2words = str

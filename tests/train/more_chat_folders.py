@@ -68,7 +68,7 @@ def processor(family: str) -> tuple[str, list[Any], dict[str, Any]]:
             own.image_seq_length = 4
             return "PaliGemmaProcessor", [own], {}
         case "gemma4":
-            own = Gemma4ImageProcessorPil(patch_size=2, max_soft_tokens=70, pooling_kernel_size=1)
+            own = Gemma4ImageProcessorPil(patch_size=2, max_soft_tokens=70, pooling_kernel_size=2)
             return "Gemma4Processor", [own, Gemma4AudioFeatureExtractor(feature_size=16)], {}
         case "aya_vision":
             own = GotOcr2ImageProcessorPil(size=_SQUARE, crop_to_patches=True, min_patches=1, max_patches=4)
@@ -146,7 +146,7 @@ def config(family: str, ids: dict[str, int], size: int, text: dict[str, Any]) ->
         case "gemma4":
             return hf.Gemma4Config(
                 vision_config={**_CLIP, "num_key_value_heads": 4, "head_dim": 4, "patch_size": 2,
-                               "pooling_kernel_size": 1, "position_embedding_size": 128},
+                               "pooling_kernel_size": 2, "position_embedding_size": 512},
                 audio_config={"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
                               "subsampling_conv_channels": [4, 4], "output_proj_dims": 16},
                 text_config={**text, "head_dim": 4, "global_head_dim": 4, "hidden_size_per_layer_input": 4,
