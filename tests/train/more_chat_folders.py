@@ -113,6 +113,7 @@ def config(family: str, ids: dict[str, int], size: int, text: dict[str, Any]) ->
                 vision_config={**_QWEN, "window_size": 16, "fullatt_block_indexes": [1]}, audio_config=heard,
                 text_config={**text, "rope_parameters": _ROPE}, image_token_index=image,
                 audio_token_index=ids["<|AUDIO|>"], video_token_index=ids["<video>"],
+                vision_start_token_id=ids["<img>"], vision_end_token_id=ids["</img>"],
                 audio_start_token_id=ids["<|audio_bos|>"], audio_end_token_id=ids["<|audio_eos|>"],
             )  # fmt: skip
         case "glm4v":

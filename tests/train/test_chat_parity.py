@@ -44,12 +44,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-class Float64Grids(Float64Throughout):
-    """Float64Throughout, with grids in the dtype of what they sample."""
+class Float64Inputs(Float64Throughout):
+    """Float64Throughout, which converts the other argument of functions that refuse two dtypes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.grid_sample:
-            args = (args[0], args[1].to(args[0].dtype), *args[2:])
+        if func in (F.grid_sample, torch.Tensor.__matmul__) and args[0].dtype != args[1].dtype:
+            args = (args[0].double(), args[1].double(), *args[2:])
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -95,7 +95,7 @@ def trained(plan_text: str, root: Path, cases: dict[str, int]) -> dict[str, Any]
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh, found = build_mesh(plan), {}
     tasks = {family: opened(root, family, rank) for family, rank in cases.items()}
-    with Float64Grids():
+    with Float64Inputs():
         for family, task in tasks.items():
             model = task.initial_model(plan)
             model.set_experts_implementation("eager")  # grouped products do not support float64
@@ -171,7 +171,7 @@ def assert_equal(got: Any, wanted: Any, family: str) -> None:
 def check(plan: str, root: Path, ranks: Any, cases: dict[str, int]) -> None:
     prepared(root, cases)
     tasks = {family: opened(root, family, 0) for family, rank in cases.items() if not rank}
-    with Float64Grids():
+    with Float64Inputs():
         wanted = {family: reference(task) for family, task in tasks.items()}
     if adapted := {family: rank for family, rank in cases.items() if rank}:
         wanted |= trained("dp_replicate=1", root, adapted)
@@ -191,4 +191,5 @@ def test_ranks_train_and_evaluate_like_one_process(plan: str, root: Path, ranks2
 def test_other_families_train_like_one_process(family: str, plan: str, root: Path, ranks2: Any) -> None:
     if family == "mistral3":
         pytest.importorskip("torchvision")
-    check(plan, root, ranks2, {family: 0})
+    # Under zero=3, the boundaries of audio clips in Qwen2.5-Omni's encoder are unknown, which is an error.
+    check(plan.replace("3", "2") if "omni" in family else plan, root, ranks2, {family: 0})
