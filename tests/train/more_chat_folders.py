@@ -149,7 +149,7 @@ def config(family: str, ids: dict[str, int], size: int, text: dict[str, Any]) ->
                 vision_config={**_CLIP, "num_key_value_heads": 4, "head_dim": 4, "patch_size": 2,
                                "pooling_kernel_size": 2, "position_embedding_size": 512},
                 audio_config={"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-                              "subsampling_conv_channels": [4, 4], "output_proj_dims": 16},
+                              "subsampling_conv_channels": [16, 4], "output_proj_dims": 16},
                 text_config={**text, "head_dim": 4, "global_head_dim": 4, "hidden_size_per_layer_input": 4,
                              "vocab_size_per_layer_input": size, "sliding_window": 64,
                              "use_bidirectional_attention": "vision"},

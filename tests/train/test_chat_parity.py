@@ -48,7 +48,7 @@ class Float64Inputs(Float64Throughout):
     """Float64Throughout, which converts the other argument of functions that refuse two dtypes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.grid_sample, torch.Tensor.__matmul__) and args[0].dtype != args[1].dtype:
+        if func in (F.grid_sample, torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul) and args[0].dtype != args[1].dtype:
             args = (args[0].double(), args[1].double(), *args[2:])
         return super().__torch_function__(func, types, args, kwargs)
 
