@@ -22,6 +22,7 @@ from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
 from weft.train.step.evaluation import evaluate
 from weft.train.step.train_step import TrainStep
+from weft.train.tasks.chat import PACKED
 from weft.train.tasks.registry import find_task
 from weft.train.weights.run_adapter import with_adapter
 from weft.verify.verifier import Float64Throughout
@@ -48,18 +49,21 @@ class Float64Inputs(Float64Throughout):
     """Float64Throughout, which converts the other argument of functions that refuse two dtypes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.grid_sample, torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul) and args[0].dtype != args[1].dtype:
+        if (
+            func in (F.grid_sample, torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
+            and args[0].dtype != args[1].dtype
+        ):
             args = (args[0].double(), args[1].double(), *args[2:])
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def config(root: Path, family: str, rank: int) -> RunConfig:
+def config(root: Path, family: str, rank: int, packing: str | None = None) -> RunConfig:
     data = root / data_of(family)
     return RunConfig.model_validate({
         "plan": "dp_replicate=1", "task": {"name": "chat", "options": {"data": str(data), "holdout": 0.3}},
         "model": {"path": str(root / family)}, "run": {"name": f"{family}-{rank}", "dir": str(root / "runs")},
         "train": {"steps": STEPS, "global_batch": BATCH, "seq_len": 256}, "adapter": {"rank": rank} if rank else {},
-        "data": {"cache_dir": str(root / "cache"), "workers": 0, "max_bad_fraction": 0.6 if family in SINGLE else 0.01},
+        "data": {"cache_dir": str(root / "cache"), "workers": 0, "packing": packing, "max_bad_fraction": 0.6 if family in SINGLE else 0.01},
         "launch": {"device": "cpu"},
     })  # fmt: skip
 
@@ -73,10 +77,10 @@ def prepared(root: Path, cases: dict[str, int]) -> None:
             prepare_run(config(root, family, rank), 1)
 
 
-def opened(root: Path, family: str, rank: int) -> Any:
+def opened(root: Path, family: str, rank: int, packing: str | None = None) -> Any:
     """Return a task whose samples are read already: feature extractors compute in float32, by torch."""
     use_without_videos()
-    task = find_task(config(root, family, rank))
+    task = find_task(config(root, family, rank, packing))
     every = {split: task.samples(split) for split in ("train", "eval")}
     known = {split: [samples[index] for index in range(len(samples))] for split, samples in every.items()}
     _ = task.processor._blanks
@@ -89,12 +93,12 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-6, weight_decay=0.0)
 
 
-def trained(plan_text: str, root: Path, cases: dict[str, int]) -> dict[str, Any]:
+def trained(plan_text: str, root: Path, cases: dict[str, int], packing: str | None = None) -> dict[str, Any]:
     """Return by family: losses and norms of some steps, the trained weights, and an evaluation."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh, found = build_mesh(plan), {}
-    tasks = {family: opened(root, family, rank) for family, rank in cases.items()}
+    tasks = {family: opened(root, family, rank, packing) for family, rank in cases.items()}
     with Float64Inputs():
         for family, task in tasks.items():
             model = task.initial_model(plan)
@@ -168,7 +172,7 @@ def assert_equal(got: Any, wanted: Any, family: str) -> None:
     assert got[2] == pytest.approx(wanted[2], rel=1e-9), family
 
 
-def check(plan: str, root: Path, ranks: Any, cases: dict[str, int]) -> None:
+def check(plan: str, root: Path, ranks: Any, cases: dict[str, int], packing: str | None = None) -> None:
     prepared(root, cases)
     tasks = {family: opened(root, family, 0) for family, rank in cases.items() if not rank}
     with Float64Inputs():
@@ -176,7 +180,7 @@ def check(plan: str, root: Path, ranks: Any, cases: dict[str, int]) -> None:
     if adapted := {family: rank for family, rank in cases.items() if rank}:
         wanted |= trained("dp_replicate=1", root, adapted)
     for family, rank in cases.items():
-        for found in ranks.run(trained, plan, root, {family: rank}):
+        for found in ranks.run(trained, plan, root, {family: rank}, packing):
             assert_equal(found[family], wanted[family], family)
 
 
@@ -193,3 +197,15 @@ def test_other_families_train_like_one_process(family: str, plan: str, root: Pat
         pytest.importorskip("torchvision")
     # Under zero=3, the boundaries of audio clips in Qwen2.5-Omni's encoder are unknown, which is an error.
     check(plan.replace("3", "2") if "omni" in family else plan, root, ranks2, {family: 0})
+
+
+@pytest.mark.parametrize("plan", gate_runs(PLANS[:2], 0))
+@pytest.mark.parametrize("family", gate_runs(PACKED, 0, 6))
+def test_packed_conversations_train_like_one_by_one(family: str, plan: str, root: Path, ranks2: Any) -> None:
+    prepared(root, {family: 0})
+    task = opened(root, family, 0, "fit")
+    task.network.check_inputs(task.processor.survey.processor)
+    rows = task.collate(task.samples("train")[:6])
+    assert len(rows["input_ids"]) < 4
+    assert rows["attention_mask"].dtype == torch.int64
+    check(plan, root, ranks2, {family: 0}, "fit")

@@ -50,7 +50,19 @@ _LIMITS = {"pp": Limit((1,), f"{_WHY} stage"), "sp": Limit((0,), f"{_WHY} part o
 #: Width and height of an image that a preview shows.
 _SHOWN = 224
 #: Families of models of which a test shows that conversations of one row stay apart.
-_PACKED = ("llava", "internvl", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+PACKED = (
+    "llava",
+    "internvl",
+    "idefics3",
+    "smolvlm",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "llava_next",
+    "llava_onevision",
+)
 
 
 @dataclass(eq=False)
@@ -233,7 +245,7 @@ class ChatModel(HeadedModel):
         kind, remedy = config.model_type, "Use data.packing=pad"
         if not self.packs:
             raise setting_error("data.packing", "concat", f"images cannot be cut. {remedy}, or fit.")
-        if kind not in _PACKED or not reads_documents(model.get_decoder()):
+        if kind not in PACKED or not reads_documents(model.get_decoder()):
             rule = f"it is unknown whether conversations of one row affect each other in a {kind} model"
             raise setting_error("data.packing", "fit", f"{rule}. {remedy}.")
 
