@@ -13,7 +13,8 @@ _QWEN = {"depth": 2, "hidden_size": 16, "num_heads": 4, "patch_size": 4, "tempor
          "spatial_merge_size": 2, "in_channels": 3, "intermediate_size": 24, "out_hidden_size": 16}  # fmt: skip
 #: The placeholder that the chat template of a family writes for an image.
 IMAGES = {
-    "qwen3_vl_moe": "<|vision_start|><|image_pad|><|vision_end|>", "llava_next": "<image>", "llava_onevision": "<image>",
+    "qwen3_vl_moe": "<|vision_start|><|image_pad|><|vision_end|>", "llava_next": "<image>",
+    "llava_onevision": "<image>",
     "mistral3": "<image>", "paligemma": "", "gemma4": "<image>", "glm4v": "<image>", "aya_vision": "<image>",
     "qwen2_5_omni_thinker": "<img><image></img>",
 }  # fmt: skip
@@ -158,7 +159,7 @@ def config(family: str, ids: dict[str, int], size: int, text: dict[str, Any]) ->
             )  # fmt: skip
         case "aya_vision":
             return hf.AyaVisionConfig(
-                vision_config=siglip, text_config={"model_type": "cohere", **text}, image_token_index=ids["<IMG_CONTEXT>"],
-                downsample_factor=1,
+                vision_config=siglip, text_config={"model_type": "cohere", **text}, downsample_factor=1,
+                image_token_index=ids["<IMG_CONTEXT>"],
             )  # fmt: skip
     raise ValueError(family)

@@ -32,8 +32,9 @@ transformers = pytest.importorskip("transformers")
 STEPS, BATCH = 3, 5
 #: Families, with the rank of their adapter. Every fourth conversation has only text.
 CASES = {"qwen3_vl": 2, "llava": 0, "qwen2_audio": 0}
-MORE = ["qwen2_vl", "qwen2_5_vl", "internvl", "gemma3", "idefics3", "smolvlm", "qwen3_vl", "qwen3_vl_moe", "llava_next",
-        "llava_onevision", "mistral3", "paligemma", "gemma4", "glm4v", "aya_vision", "qwen2_5_omni_thinker"]  # fmt: skip
+MORE = ["qwen2_vl", "qwen2_5_vl", "internvl", "gemma3", "idefics3", "smolvlm", "qwen3_vl", "qwen3_vl_moe",
+        "llava_next", "llava_onevision", "mistral3", "paligemma", "gemma4", "glm4v", "aya_vision",
+        "qwen2_5_omni_thinker"]  # fmt: skip
 PLANS = ["dp_shard=2 zero=3", "tp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2 accumulation=2", "dp_replicate=2",
          "dp_shard=2 zero=3 accumulation=3 recompute=full"]  # fmt: skip
 
@@ -63,7 +64,8 @@ def config(root: Path, family: str, rank: int, packing: str | None = None) -> Ru
         "plan": "dp_replicate=1", "task": {"name": "chat", "options": {"data": str(data), "holdout": 0.3}},
         "model": {"path": str(root / family)}, "run": {"name": f"{family}-{rank}", "dir": str(root / "runs")},
         "train": {"steps": STEPS, "global_batch": BATCH, "seq_len": 256}, "adapter": {"rank": rank} if rank else {},
-        "data": {"cache_dir": str(root / "cache"), "workers": 0, "packing": packing, "max_bad_fraction": 0.6 if family in SINGLE else 0.01},
+        "data": {"cache_dir": str(root / "cache"), "workers": 0, "packing": packing,
+                 "max_bad_fraction": 0.6 if family in SINGLE else 0.01},
         "launch": {"device": "cpu"},
     })  # fmt: skip
 

@@ -54,6 +54,8 @@ class ChatColumns(MixedColumns):
             UnusableSample: if it has no messages, or its placeholders and media do not match.
         """
         given = media_lists(record, self.picture, self.audio)
+        if record.get("videos") or record.get("video"):
+            raise UnusableSample("it has a video, and images and audio clips are read. Use its frames as images")
         messages = [dict(turn) for turn in chat_of(record, self.text)]
         media: list[SamplePart] = []
         for turn in messages:

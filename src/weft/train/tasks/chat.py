@@ -117,10 +117,10 @@ class ChatTask(MediaTask, ModelTask):
             DataError: if the processor is not supported, or the data is invalid or has changed since the run was
                 started.
         """
-        processor = self.processor.survey.processor
         self.network.check_length(self.config.train.seq_len)
+        processor = self.processor.survey.processor
         self.network.check_vocabulary(len(processor.tokenizer))
-        self.network.check_inputs(self.processor.survey.processor)
+        self.network.check_inputs(processor)
         super().prepare(folder, report)
         self.network.check_weights(folder)
 
