@@ -191,7 +191,9 @@ image_max_pixels: 262144
     info["more"] = info["shown"]
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     said = lines(imported(tmp_path, text.format("lora").replace("shown", "shown,more"), 1))
-    assert said["dataset"] == "not supported: task=chat reads one local path. Put the records into one file or folder"
+    assert (
+        said["dataset"] == "not supported yet: task=chat reads one local path. Put the records into one file or folder"
+    )
 
 
 def test_trl(tmp_path):

@@ -52,7 +52,8 @@ def config(root: Path, family: str, **options: Any) -> RunConfig:
         "plan": "dp_replicate=1", "task": {"name": "chat", "options": options}, "model": {"path": str(root / family)},
         "run": {"name": family, "dir": str(root / "runs")}, "adapter": settings.get("adapter", {}),
         "train": {"steps": 2, "global_batch": 4, "seq_len": settings.get("seq_len", 256)},
-        "data": {"cache_dir": str(root / "cache"), "workers": 0, "reasoning": settings.get("reasoning", "keep"), "packing": settings.get("packing"),
+        "data": {"cache_dir": str(root / "cache"), "workers": 0, "reasoning": settings.get("reasoning", "keep"),
+                 "packing": settings.get("packing"),
                  "max_bad_fraction": settings.get("max_bad", 0.6 if family in SINGLE else 0.01)},
         "eval": {"every": 0, "batches": 1}, "checkpoint": {"every": 0}, "launch": {"device": "cpu"},
     })  # fmt: skip
@@ -113,7 +114,7 @@ def wanted(processor: Any, record: dict[str, Any], root: Path) -> dict[str, np.n
     return dict(processor(text=[text], **given, return_tensors="np"))
 
 
-@pytest.mark.parametrize("family", gate_runs(list(IMAGES), 2, 3, 5, 6, 8, 12))
+@pytest.mark.parametrize("family", gate_runs(list(IMAGES), 2, 3, 5, 6, 8, 13, 14))
 def test_batch_equals_the_processors_output(family: str, root: Path) -> None:
     if family == "mistral3":
         pytest.importorskip("torchvision")
@@ -352,7 +353,7 @@ FOLDERS = {
         '{"processor_class": "PixtralProcessor"}'),
     "task=chat cannot use its Idefics2Processor (": lambda folder: (folder / "processor_config.json").write_text(
         '{"processor_class": "Idefics2Processor"}'),
-    "its processor makes image_grid_thw, which its LlavaForConditionalGeneration does not read.":
+    "its processor makes mm_token_type_ids, which its LlavaForConditionalGeneration does not read.":
         lambda folder: _with_processor_of(folder, "qwen2_vl"),
     "its config.json replaces token 7, which its processor does not write.":
         lambda folder: _with(folder, image_token_id=7, image_token_index=7),
