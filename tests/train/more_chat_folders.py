@@ -16,13 +16,15 @@ IMAGES = {
     "qwen3_vl_moe": "<|vision_start|><|image_pad|><|vision_end|>", "llava_next": "<image>",
     "llava_onevision": "<image>",
     "mistral3": "<image>", "paligemma": "", "gemma4": "<image>", "glm4v": "<image>", "aya_vision": "<image>",
-    "qwen2_5_omni_thinker": "<img><image></img>",
+    "qwen2_5_omni_thinker": "<img><image></img>", "glm46v": "<image>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
 }  # fmt: skip
 #: Names of tokens that a family's tokenizer has.
 TOKENS = {
     "gemma4": {"image_token": "<image>", "boi_token": "<img>", "eoi_token": "</img>", "audio_token": "<|AUDIO|>",
                "boa_token": "<|audio_bos|>", "eoa_token": "<|audio_eos|>"},
     "glm4v": {"image_token": "<image>", "video_token": "<video>"},
+    "glm46v": {"image_token": "<image>", "video_token": "<video>"},
     "qwen2_5_omni_thinker": {
         "image_token": "<image>", "audio_token": "<|AUDIO|>", "video_token": "<video>", "vision_bos_token": "<img>",
         "vision_eos_token": "</img>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
@@ -35,6 +37,7 @@ def processor(family: str) -> tuple[str, list[Any], dict[str, Any]]:
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -45,13 +48,15 @@ def processor(family: str) -> tuple[str, list[Any], dict[str, Any]]:
     pixels = {"size": {"shortest_edge": 64, "longest_edge": 256}, "patch_size": 4, "temporal_patch_size": 1,
               "merge_size": 2}  # fmt: skip
     match family:
-        case "qwen3_vl_moe":
+        case "qwen3_vl_moe" | "qwen3_5":
             return "Qwen3VLProcessor", [Qwen2VLImageProcessorPil(**pixels)], {}
         case "qwen2_5_omni_thinker":
             hearing = hf.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
             return "Qwen2_5OmniProcessor", [Qwen2VLImageProcessorPil(**pixels), hearing], {}
         case "glm4v":
             return "Glm4vProcessor", [Glm4vImageProcessorPil(**pixels)], {}
+        case "glm46v":
+            return "Glm46VProcessor", [Glm46VImageProcessorPil(**pixels)], {}
         case "llava_next":
             own = LlavaNextImageProcessorPil(size=_SQUARE, crop_size=_SQUARE, image_grid_pinpoints=_GRIDS)
             return "LlavaNextProcessor", [own], {"patch_size": 4, "vision_feature_select_strategy": "default",
@@ -117,11 +122,22 @@ def config(family: str, ids: dict[str, int], size: int, text: dict[str, Any]) ->
                 vision_start_token_id=ids["<img>"], vision_end_token_id=ids["</img>"],
                 audio_start_token_id=ids["<|audio_bos|>"], audio_end_token_id=ids["<|audio_eos|>"],
             )  # fmt: skip
-        case "glm4v":
-            rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0,
-                    "partial_rotary_factor": 1.0}  # fmt: skip
-            return hf.Glm4vConfig(
-                vision_config={**_QWEN, "image_size": 16}, text_config={**text, "rope_parameters": rope},
+        case "qwen3_5":
+            own = {**text, "head_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+                   "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+                   "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
+                   "linear_value_head_dim": 4, "linear_conv_kernel_dim": 3}  # fmt: skip
+            return hf.Qwen3_5Config(
+                vision_config={**_QWEN, "num_position_embeddings": 16}, text_config=own,
+                image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+                vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+            )  # fmt: skip
+        case "glm4v" | "glm46v":
+            kind = hf.Glm4vConfig if family == "glm4v" else hf.Glm46VConfig
+            return kind(
+                vision_config={"model_type": "glm4v_vision", **_QWEN, "image_size": 16},
+                text_config={"model_type": "glm4v_text", **text,
+                             "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}},
                 image_token_id=image, video_token_id=ids["<video>"], image_start_token_id=ids["<img>"],
                 image_end_token_id=ids["</img>"], video_start_token_id=ids["<global-img>"],
                 video_end_token_id=ids["<end_of_utterance>"],

@@ -34,7 +34,7 @@ STEPS, BATCH = 3, 5
 CASES = {"qwen3_vl": 2, "llava": 0, "qwen2_audio": 0}
 MORE = ["qwen2_vl", "qwen2_5_vl", "internvl", "gemma3", "idefics3", "smolvlm", "qwen3_vl", "qwen3_vl_moe",
         "llava_next", "llava_onevision", "mistral3", "paligemma", "gemma4", "glm4v", "aya_vision",
-        "qwen2_5_omni_thinker"]  # fmt: skip
+        "qwen2_5_omni_thinker", "qwen3_5", "glm46v"]  # fmt: skip
 PLANS = ["dp_shard=2 zero=3", "tp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2 accumulation=2", "dp_replicate=2",
          "dp_shard=2 zero=3 accumulation=3 recompute=full"]  # fmt: skip
 

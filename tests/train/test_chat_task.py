@@ -349,6 +349,8 @@ FOLDERS = {
         lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}"),
     "transformers cannot read its processor (": lambda folder: (folder / "preprocessor_config.json").write_text(
         '{"image_processor_type": "Lens"}'),
+    "mistral-common alone reads its tekken.json, which task=chat does not use. Put the tokenizer.json of":
+        lambda folder: (folder / "tokenizer.json").rename(folder / "tekken.json"),
     "its PixtralProcessor needs ": lambda folder: (folder / "processor_config.json").write_text(
         '{"processor_class": "PixtralProcessor"}'),
     "task=chat cannot use its Idefics2Processor (": lambda folder: (folder / "processor_config.json").write_text(

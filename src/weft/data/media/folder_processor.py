@@ -354,6 +354,9 @@ def _loaded(folder: str, digest: str) -> Any:
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return type(argument)
 
+    if (Path(folder) / "tekken.json").is_file() and not (Path(folder) / "tokenizer.json").is_file():
+        rule = "mistral-common alone reads its tekken.json, which task=chat does not use"
+        raise DataError(f"model.path={folder}: {rule}. Put the tokenizer.json of the model into it.")
     given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         loaders = {
