@@ -164,6 +164,38 @@ def test_llamafactory_with_its_data_sets_and_deepspeed_config(tmp_path):
     assert config.data.packing is None
 
 
+def test_llamafactory_with_images_becomes_the_task_chat(tmp_path):
+    (tmp_path / "data").mkdir()
+    info = {"shown": {"file_name": "shown.json", "formatting": "sharegpt",
+                      "columns": {"messages": "talk", "images": "pictures"}}}  # fmt: skip
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    text = """
+model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct
+stage: sft
+finetuning_type: {}
+dataset: shown
+template: qwen2_vl
+val_size: 0.1
+image_max_pixels: 262144
+"""
+    found = imported(tmp_path, text.format("lora"), 1)
+    config, said = found.config(), lines(found)
+    options = {"text": "talk", "picture": "pictures", "max_pixels": 262144, "holdout": 0.1}
+    options["data"] = str(tmp_path / "data" / "shown.json")
+    assert (config.task.name, config.task.options) == ("chat", options)
+    assert config.adapter.targets == ("language_model.*",)
+    assert said["dataset"].startswith("became task=chat, data=")
+    assert config_problems(config, world_size=1) == []
+    options = imported(tmp_path, text.format("full") + "freeze_multi_modal_projector: false\n", 1).config().task.options
+    assert options["freeze"] == ("vision",)
+    info["more"] = info["shown"]
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    said = lines(imported(tmp_path, text.format("lora").replace("shown", "shown,more"), 1))
+    assert (
+        said["dataset"] == "not supported yet: task=chat reads one local path. Put the records into one file or folder"
+    )
+
+
 def test_trl(tmp_path):
     found = imported(tmp_path, TRL)
     config, said = found.config(), lines(found)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.train import more_chat_folders as more
+
 #: Special tokens of all families. Each is one entry of the vocabulary.
 SPECIALS = [
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<image>", "<|image_pad|>", "<|video_pad|>",
@@ -32,7 +34,11 @@ _QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 IMAGES = {
     "qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "llava": "<image>", "internvl": "<IMG_CONTEXT>\n",
     "gemma3": "<start_of_image>", "idefics3": "<image>", "smolvlm": "<image>", "qwen2_audio": "",
+    **more.IMAGES,
 }  # fmt: skip
+#: Families that read images and audio clips, and families that read one image in a conversation.
+BOTH, SINGLE = ("gemma4", "qwen2_5_omni_thinker"), ("llava_onevision", "paligemma")
+AUDIO = {"gemma4": "<|AUDIO|>"}
 _AUDIO = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
 
@@ -48,17 +54,18 @@ def save_tokenizer(folder: Path) -> Any:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-    more = {
+    marks = {
         "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>",
         "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     }  # fmt: skip
     kept = {"gemma3": ("boi_token", "eoi_token", "image_token"),
             "internvl": ("start_image_token", "end_image_token", "context_image_token", "video_token")}  # fmt: skip
-    names = kept.get(folder.name, ())
+    own = {name: marks[name] for name in kept.get(folder.name, ())}
+    begin = {"bos_token": "<s>"} if folder.name == "paligemma" else {}
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=library, pad_token="<pad>", eos_token="<|im_end|>",
-        extra_special_tokens={name: more[name] for name in names},
+        tokenizer_object=library, pad_token="<pad>", eos_token="<|im_end|>", **begin,
+        extra_special_tokens=own or more.TOKENS.get(folder.name, {}),
     )  # fmt: skip
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -98,12 +105,16 @@ def _processor(family: str) -> tuple[str, Any, dict[str, Any]]:
             return "Qwen2AudioProcessor", hf.WhisperFeatureExtractor(feature_size=8, chunk_length=1), {}
 
 
+def _text(ids: dict[str, int], size: int) -> dict[str, Any]:
+    return {"vocab_size": size, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+            "pad_token_id": ids["<pad>"]}  # fmt: skip
+
+
 def _config(family: str, ids: dict[str, int], size: int) -> Any:
     import transformers as hf
 
-    text = {"vocab_size": size, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-            "pad_token_id": ids["<pad>"]}  # fmt: skip
+    text = _text(ids, size)
     clip = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
             "image_size": 8, "patch_size": 4}  # fmt: skip
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0}
@@ -172,13 +183,22 @@ def save_folder(root: Path, family: str, *, weights: bool = True) -> Path:
     folder = root / family
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = save_tokenizer(folder)
-    kind, own, fields = _processor(family)
-    own.save_pretrained(folder)
+    if family in more.IMAGES:
+        kind, parts, fields = more.processor(family)
+    else:
+        kind, *parts, fields = _processor(family)
+    for part in parts:
+        part.save_pretrained(folder)
+    if len(parts) > 1:  # both would be written to preprocessor_config.json
+        names = ("image_processor", "feature_extractor")
+        fields |= {name: json.loads(part.to_json_string()) for name, part in zip(names, parts, strict=True)}
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind, **fields}))
-    template = TEMPLATE.replace("IMAGE", IMAGES[family]).replace("AUDIO", _AUDIO)
-    (folder / "chat_template.jinja").write_text(template)
+    template = TEMPLATE.replace("IMAGE", IMAGES[family]).replace("AUDIO", AUDIO.get(family, _AUDIO))
+    if family != "paligemma":
+        (folder / "chat_template.jinja").write_text(template)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
-    config = _config(family, ids, len(tokenizer) + 3)
+    size = len(tokenizer) + (1200 if family == "paligemma" else 3)  # its processor adds tokens
+    config = more.config(family, ids, size, _text(ids, size)) if family in more.IMAGES else _config(family, ids, size)
     if not weights:
         config.save_pretrained(folder)
         return folder
@@ -250,3 +270,27 @@ def write_chats(root: Path, records: list[dict[str, Any]], name: str = "chats.js
     file = root / name
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
+
+
+def write_all(root: Path, count: int = 16) -> None:
+    """Write chats with images, with audio clips, and with both."""
+    images, sounds = write_pictures(root), write_sounds(root)
+    write_chats(root, chats(images, count=count))
+    write_chats(root, chats(sounds, "audio", count), "sounds.jsonl")
+    both = {"messages": [
+        {"role": "user", "content": "<audio>Who speaks in <image>?"}, {"role": "assistant", "content": "aba"}],
+        "images": images[:1], "audios": sounds[:1]}  # fmt: skip
+    pairs = enumerate(zip(chats(images, count=count), chats(sounds, "audio", count), strict=True))
+    write_chats(root, [*(pair[number // 4 % 2] for number, pair in pairs), *[both] * 4], "both.jsonl")
+
+
+def data_of(family: str) -> str:
+    """Return the name of a family's data."""
+    return "both.jsonl" if family in BOTH else "sounds.jsonl" if family == "qwen2_audio" else "chats.jsonl"
+
+
+def use_without_videos() -> None:
+    """Let SmolVLM's processor load without a package that only videos use."""
+    from transformers.models.smolvlm import processing_smolvlm
+
+    processing_smolvlm.num2words = str

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.choice import gate_runs
-from tests.train.chat_folders import chats, save_folder, write_chats, write_pictures, write_sounds
+from tests.train.chat_folders import SINGLE, data_of, save_folder, use_without_videos, write_all
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
@@ -22,6 +22,7 @@ from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
 from weft.train.step.evaluation import evaluate
 from weft.train.step.train_step import TrainStep
+from weft.train.tasks.chat import PACKED
 from weft.train.tasks.registry import find_task
 from weft.train.weights.run_adapter import with_adapter
 from weft.verify.verifier import Float64Throughout
@@ -31,7 +32,9 @@ transformers = pytest.importorskip("transformers")
 STEPS, BATCH = 3, 5
 #: Families, with the rank of their adapter. Every fourth conversation has only text.
 CASES = {"qwen3_vl": 2, "llava": 0, "qwen2_audio": 0}
-MORE = {"qwen2_vl": 0, "qwen2_5_vl": 0, "internvl": 0, "gemma3": 0, "idefics3": 0, "qwen3_vl": 0}
+MORE = ["qwen2_vl", "qwen2_5_vl", "internvl", "gemma3", "idefics3", "smolvlm", "qwen3_vl", "qwen3_vl_moe",
+        "llava_next", "llava_onevision", "mistral3", "paligemma", "gemma4", "glm4v", "aya_vision",
+        "qwen2_5_omni_thinker", "qwen3_5", "glm46v"]  # fmt: skip
 PLANS = ["dp_shard=2 zero=3", "tp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2 accumulation=2", "dp_replicate=2",
          "dp_shard=2 zero=3 accumulation=3 recompute=full"]  # fmt: skip
 
@@ -39,22 +42,36 @@ PLANS = ["dp_shard=2 zero=3", "tp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2 ac
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("chat_parity")
-    write_chats(found, chats(write_pictures(found), count=24))
-    write_chats(found, chats(write_sounds(found), "audio", 24), "sounds.jsonl")
+    write_all(found, count=24)
     return found
 
 
-def config(root: Path, family: str, rank: int) -> RunConfig:
-    data = root / ("sounds.jsonl" if family == "qwen2_audio" else "chats.jsonl")
+class Float64Inputs(Float64Throughout):
+    """Float64Throughout, which converts the other argument of functions that refuse two dtypes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func in (F.grid_sample, torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
+            and args[0].dtype != args[1].dtype
+        ):
+            args = (args[0].double(), args[1].double(), *args[2:])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def config(root: Path, family: str, rank: int, packing: str | None = None) -> RunConfig:
+    data = root / data_of(family)
     return RunConfig.model_validate({
         "plan": "dp_replicate=1", "task": {"name": "chat", "options": {"data": str(data), "holdout": 0.3}},
         "model": {"path": str(root / family)}, "run": {"name": f"{family}-{rank}", "dir": str(root / "runs")},
         "train": {"steps": STEPS, "global_batch": BATCH, "seq_len": 256}, "adapter": {"rank": rank} if rank else {},
-        "data": {"cache_dir": str(root / "cache"), "workers": 0}, "launch": {"device": "cpu"},
+        "data": {"cache_dir": str(root / "cache"), "workers": 0, "packing": packing,
+                 "max_bad_fraction": 0.6 if family in SINGLE else 0.01},
+        "launch": {"device": "cpu"},
     })  # fmt: skip
 
 
 def prepared(root: Path, cases: dict[str, int]) -> None:
+    use_without_videos()
     for family, rank in cases.items():
         if not (root / family / "model.safetensors").exists():
             save_folder(root, family)
@@ -62,12 +79,13 @@ def prepared(root: Path, cases: dict[str, int]) -> None:
             prepare_run(config(root, family, rank), 1)
 
 
-def opened(root: Path, family: str, rank: int) -> Any:
+def opened(root: Path, family: str, rank: int, packing: str | None = None) -> Any:
     """Return a task whose samples are read already: feature extractors compute in float32, by torch."""
-    task = find_task(config(root, family, rank))
+    use_without_videos()
+    task = find_task(config(root, family, rank, packing))
     every = {split: task.samples(split) for split in ("train", "eval")}
     known = {split: [samples[index] for index in range(len(samples))] for split, samples in every.items()}
-    _ = task.processor._blank
+    _ = task.processor._blanks
     task.samples = known.__getitem__
     return task
 
@@ -77,15 +95,16 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-6, weight_decay=0.0)
 
 
-def trained(plan_text: str, root: Path, cases: dict[str, int]) -> dict[str, Any]:
+def trained(plan_text: str, root: Path, cases: dict[str, int], packing: str | None = None) -> dict[str, Any]:
     """Return by family: losses and norms of some steps, the trained weights, and an evaluation."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh, found = build_mesh(plan), {}
-    tasks = {family: opened(root, family, rank) for family, rank in cases.items()}
-    with Float64Throughout():
+    tasks = {family: opened(root, family, rank, packing) for family, rank in cases.items()}
+    with Float64Inputs():
         for family, task in tasks.items():
             model = task.initial_model(plan)
+            model.set_experts_implementation("eager")  # grouped products do not support float64
             weights = task.initial_weights(model)
             with_adapter(model, task.config)
             parallelize(model, mesh, seed=1, filled_later=True)
@@ -104,7 +123,7 @@ def reference(task: Any) -> tuple[list[tuple[float, float]], dict[str, torch.Ten
     """Compute the same with only PyTorch and transformers, one unpadded conversation at a time."""
     task.pad_multiple = 1
     model: Any = transformers.AutoModelForMultimodalLM.from_pretrained(
-        task.config.model.path, dtype=torch.float64, attn_implementation="sdpa"
+        task.config.model.path, dtype=torch.float64, experts_implementation="eager"
     )
     shapes = task.shapes()  # from_pretrained rounds buffers to float32, and lets constant tables train
     for name, buffer in shapes.named_buffers():
@@ -119,8 +138,9 @@ def reference(task: Any) -> tuple[list[tuple[float, float]], dict[str, torch.Ten
         found, count = [], 0
         for sample in chosen:
             batch = task.collate([sample])
-            if not any(name in sample for name in task.processor.survey.processor.family.inputs):
-                names = {"input_ids", "attention_mask", "labels", task.processor.survey.processor.family.types}
+            processor = task.processor.survey.processor
+            if not any(name in sample for kind in processor.kinds.values() for name in kind.inputs):
+                names = {"input_ids", "attention_mask", "labels", *processor.types}
                 length = len(sample["input_ids"])  # without the blank image
                 batch = {name: value[:, :length] for name, value in batch.items() if name in names}
             labels = batch.pop("labels")
@@ -154,15 +174,15 @@ def assert_equal(got: Any, wanted: Any, family: str) -> None:
     assert got[2] == pytest.approx(wanted[2], rel=1e-9), family
 
 
-def check(plan: str, root: Path, ranks: Any, cases: dict[str, int]) -> None:
+def check(plan: str, root: Path, ranks: Any, cases: dict[str, int], packing: str | None = None) -> None:
     prepared(root, cases)
     tasks = {family: opened(root, family, 0) for family, rank in cases.items() if not rank}
-    with Float64Throughout():
+    with Float64Inputs():
         wanted = {family: reference(task) for family, task in tasks.items()}
     if adapted := {family: rank for family, rank in cases.items() if rank}:
         wanted |= trained("dp_replicate=1", root, adapted)
     for family, rank in cases.items():
-        for found in ranks.run(trained, plan, root, {family: rank}):
+        for found in ranks.run(trained, plan, root, {family: rank}, packing):
             assert_equal(found[family], wanted[family], family)
 
 
@@ -173,5 +193,21 @@ def test_ranks_train_and_evaluate_like_one_process(plan: str, root: Path, ranks2
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS[:2])
-def test_other_families_train_like_one_process(plan: str, root: Path, ranks2: Any) -> None:
-    check(plan, root, ranks2, MORE)
+@pytest.mark.parametrize("family", MORE)
+def test_other_families_train_like_one_process(family: str, plan: str, root: Path, ranks2: Any) -> None:
+    if family == "mistral3":
+        pytest.importorskip("torchvision")
+    # Under zero=3, the boundaries of audio clips in Qwen2.5-Omni's encoder are unknown, which is an error.
+    check(plan.replace("3", "2") if "omni" in family else plan, root, ranks2, {family: 0})
+
+
+@pytest.mark.parametrize("plan", gate_runs(PLANS[:2], 0))
+@pytest.mark.parametrize("family", gate_runs(PACKED, 0, 6))
+def test_packed_conversations_train_like_one_by_one(family: str, plan: str, root: Path, ranks2: Any) -> None:
+    prepared(root, {family: 0})
+    task = opened(root, family, 0, "fit")
+    task.network.check_inputs(task.processor.survey.processor)
+    rows = task.collate(task.samples("train")[:6])
+    assert len(rows["input_ids"]) < 4
+    assert rows["attention_mask"].dtype == torch.int64
+    check(plan, root, ranks2, {family: 0}, "fit")

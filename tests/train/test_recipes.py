@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.models import small_config
 from tests.planner.published import MODELS
+from tests.train.chat_folders import save_folder, write_all
 from tests.train.tuned_folders import save_model, write_tables
 from weft.config.files import load_config
 from weft.config.plan import Plan
@@ -34,8 +35,40 @@ TASKS = {
         "reversed.jsonl",
     ),
 }
-RECIPES = [file for file in FILES if file.stem.rsplit("_", 2)[0] not in TASKS]
-TASK_RECIPES = [file for file in FILES if file not in RECIPES]
+_ROPE = {"rope_type": "default", "mrope_section": [24, 20, 20], "rope_theta": 5e6}
+#: Vision-language models: published config, class, small family of tests/train/chat_folders.py.
+CHATS = {
+    "qwen25_vl_7b": (
+        ("Qwen2_5_VLConfig", {
+            "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+            "text_config": {
+                "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+                "num_key_value_heads": 4, "vocab_size": 152064, "rope_parameters": _ROPE}}),
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl",
+    ),
+    "qwen3_vl_4b": (
+        ("Qwen3VLConfig", {
+            "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560,
+                              "deepstack_visual_indexes": [5, 11, 17]},
+            "text_config": {
+                "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+                "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+                "rope_parameters": _ROPE}}),
+        "Qwen3VLForConditionalGeneration", "qwen3_vl",
+    ),
+    "gemma3_4b": (
+        ("Gemma3Config", {
+            "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+                              "num_attention_heads": 16, "image_size": 896, "patch_size": 14},
+            "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8,
+                "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 1024}}),
+        "Gemma3ForConditionalGeneration", "gemma3",
+    ),
+}  # fmt: skip
+RECIPES = [file for file in FILES if file.stem.rsplit("_", 2)[0] not in {**TASKS, **CHATS}]
+CHAT_RECIPES = [file for file in FILES if file.stem.rsplit("_", 2)[0] in CHATS]
+TASK_RECIPES = [file for file in FILES if file not in (*RECIPES, *CHAT_RECIPES)]
 CLASSES = {
     "llama3": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3": "Gemma3ForCausalLM",
     "mistral": "MistralForCausalLM", "phi4": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
@@ -81,6 +114,7 @@ def folder(request, tmp_path) -> Path:
 def test_each_family_has_a_recipe():
     assert {parts_of(file)[0] for file in RECIPES} == {*MODELS}
     assert {parts_of(file)[0] for file in TASK_RECIPES} == {*TASKS}
+    assert {parts_of(file)[0] for file in CHAT_RECIPES} == {*CHATS}
 
 
 @pytest.mark.parametrize("file, folder", [(file, file) for file in RECIPES], ids=IDS, indirect=["folder"])
@@ -155,13 +189,14 @@ def test_recipe_trains_a_narrow_model_on_a_cpu(file, tmp_path):
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, marks=pytest.mark.full if "t5" in file.stem else ()) for file in TASK_RECIPES
-    ],  # 24 layers are traced
-    ids=[file.stem for file in TASK_RECIPES],
+        pytest.param(file, marks=pytest.mark.full if "bert" not in file.stem else ())
+        for file in (*TASK_RECIPES, *CHAT_RECIPES)
+    ],  # 24 layers and more are traced
+    ids=[file.stem for file in (*TASK_RECIPES, *CHAT_RECIPES)],
 )
 def test_recipe_of_another_task_fits_on_the_gpu_in_its_name(file, tmp_path):
     transformers = pytest.importorskip("transformers")
-    (kind, sizes), named, _ = TASKS[parts_of(file)[0]]
+    (kind, sizes), named, _ = {**TASKS, **CHATS}[parts_of(file)[0]]
     getattr(transformers, kind)(**sizes, architectures=[named]).save_pretrained(tmp_path / "model")
     described = find_task(load_config(file, [f"model.path={tmp_path / 'model'}"]).config).describe()
     assert fits(Question.of(described, parts_of(file)[2]), file)
@@ -179,6 +214,24 @@ def test_recipe_of_another_task_trains_a_narrow_model_on_a_cpu(file, tmp_path):
         f"model.path={tmp_path / 'small'}", f"data.train={tmp_path / TASKS[model][2]}", f"run.dir={tmp_path}",
         f"data.cache_dir={tmp_path / 'cache'}", f"plan={plan}", "train.steps=2", "train.seq_len=32",
         "train.global_batch=8", "schedule.warmup_steps=1", "eval.batches=1", "data.holdout=0.2", "launch.device=cpu",
+    ]  # fmt: skip
+    folder = prepare_run(load_config(file, words).config, world_size=1)
+    shown = io.StringIO()
+    result = run_rank(folder.path, None, shown, Start())
+    assert "step 2/2" in shown.getvalue(), result
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", CHAT_RECIPES, ids=[file.stem for file in CHAT_RECIPES])
+def test_recipe_of_chats_with_images_trains_a_narrow_model_on_a_cpu(file, tmp_path):
+    pytest.importorskip("transformers")
+    write_all(tmp_path)
+    small = save_folder(tmp_path, CHATS[parts_of(file)[0]][2])
+    plan = f"dp_replicate=1 {load_config(file, []).config.plan}"
+    words = [
+        f"model.path={small}", f"task.options.data={tmp_path / 'chats.jsonl'}", f"run.dir={tmp_path}",
+        f"data.cache_dir={tmp_path / 'cache'}", f"plan={plan}", "train.steps=2", "train.seq_len=256",
+        "schedule.warmup_steps=1", "eval.batches=1", "task.options.holdout=0.2", "launch.device=cpu",
     ]  # fmt: skip
     folder = prepare_run(load_config(file, words).config, world_size=1)
     shown = io.StringIO()

@@ -343,11 +343,47 @@ def _llamafactory_data(reading: TrainerReading) -> None:
     for key, part in (("dataset", "train"), ("eval_dataset", "eval")):
         named = [one for each in _listed(reading.values.get(key)) for one in str(each).split(",")]
         names = [name for one in named if (name := one.strip())]
+        entries = [table[name] for name in names if name in table]
+        if reading.values.get("stage", "sft") == "sft" and any(_media_columns(one) for one in entries):
+            _media_data(reading, key, entries, root)
+            continue
         sources = [source for name in names if name in table for source in _of_info(reading, table[name], root)]
         _add(reading, key, sources, part)
         if lost := [name for name in names if name not in table]:
             rule = f"{', '.join(lost)}: not in {folder}/dataset_info.json. Set data.{part} to its file"
             reading.note(key, NOT_BUILT, rule, (f"data.{part}",) if sources else ())
+
+
+def _media_columns(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of media of an entry of dataset_info.json, by option of the task `chat`."""
+    names = entry.get("columns", {})
+    return {option: names[name] for name, option in (("images", "picture"), ("audios", "audio")) if names.get(name)}
+
+
+def _media_data(reading: TrainerReading, key: str, entries: Sequence[Mapping[str, Any]], root: Path) -> None:
+    """Read conversations with images or audio clips as data of the task `chat`, as LLaMA-Factory trains on them."""
+    entry, settings, values = entries[0], reading.settings, reading.values
+    if len(entries) > 1 or not entry.get("file_name"):
+        reading.note(key, NOT_BUILT, "task=chat reads one local path. Put the records into one file or folder")
+        return
+    options = {"data" if key == "dataset" else "eval": str(root / entry["file_name"]), **_media_columns(entry)}
+    options |= {"text": entry.get("columns", {}).get("messages", "conversations")}
+    options["max_pixels"] = reading.count("image_max_pixels", 768 * 768)
+    frozen = [("vision", "freeze_vision_tower"), ("projector", "freeze_multi_modal_projector")]
+    parts = [part for part, name in frozen if values.get(name, True)]
+    if not reading.has_adapter and parts:
+        options["freeze"] = parts
+    elif parts:
+        settings.setdefault("adapter.targets", ["language_model.*"])
+    if (holdout := settings.pop("data.holdout", 0)) and not reading.is_on("eval_dataset"):
+        options["holdout"] = holdout
+    for name in ("data.borders", "data.packing"):
+        settings.pop(name, None)
+    settings |= {"task.name": "chat", **{f"task.options.{name}": value for name, value in options.items()}}
+    reading.note(key, BECAME, ", ".join(["task=chat", *(f"{name}={value}" for name, value in options.items())]))
+    for name in ("image_max_pixels", *(name for _, name in frozen)):
+        if name in values:
+            reading.note(name, BECAME, "task.options.max_pixels" if "pixels" in name else "the frozen parts")
 
 
 def _of_info(reading: TrainerReading, entry: Mapping[str, Any], root: Path) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.folder_processor import FolderProcessor, pack, processor_digest, unpack
+from weft.data.media.folder_processor import FolderProcessor, joined, pack, processor_digest, unpack
 from weft.data.media.mixed_items import MixedAhead, MixedItems
 from weft.data.media.mixed_records import MixedRecords, Sizes
 from weft.data.media.mixed_samples import (
@@ -54,6 +54,8 @@ class ChatColumns(MixedColumns):
             UnusableSample: if it has no messages, or its placeholders and media do not match.
         """
         given = media_lists(record, self.picture, self.audio)
+        if record.get("videos") or record.get("video"):
+            raise UnusableSample("it has a video, and images and audio clips are read. Use its frames as images")
         messages = [dict(turn) for turn in chat_of(record, self.text)]
         media: list[SamplePart] = []
         for turn in messages:
@@ -177,7 +179,8 @@ class ChatSurvey:
             raise DataError(f"model.path={processor.folder}: {rule}.")
         specials = [str(one) for one in tokenizer.all_special_tokens]
         found = MediaTemplate({"chat_template": str(template), **names}, specials)
-        character, mark = list(_PLACEHOLDERS)[processor.family.is_audio], processor.mark
+        is_sound = min(processor.kinds)
+        character, mark = list(_PLACEHOLDERS)[is_sound], processor.kinds[is_sound].mark
         count = found.prompt([Turn("user", f"{character}?")]).count(mark)
         if count != 1:
             raise DataError(
@@ -190,11 +193,17 @@ class ChatSurvey:
         """Return a conversation's row of the table (`tokens`, `learnt` and `packed`), or the reason to skip it."""
         told = json.loads(parts[-1].text)
         tools = json.dumps(told["tools"], ensure_ascii=False) if told["tools"] else ""
-        is_audio = self.processor.family.is_audio
-        if any(is_sound != is_audio for is_sound, _ in sizes):
-            return f"it has an {'image' if is_audio else 'audio clip'}, which this model does not read"
-        if is_audio and any(size[0] > self.processor.seconds * size[1] for _, size in sizes):
-            return f"it has an audio clip longer than the {self.processor.seconds:g} s that the model reads"
+        kinds, seconds = self.processor.kinds, self.processor.seconds
+        for is_sound, size in sizes:
+            what = "audio clip" if is_sound else "image"
+            if is_sound not in kinds:
+                return f"it has an {what}, which this model does not read"
+            if is_sound and size[0] > seconds * size[1]:
+                return f"it has an audio clip longer than the {seconds:g} s that the model reads"
+            if kinds[is_sound].is_single and sum(one == is_sound for one, _ in sizes) > 1:
+                return f"it has several {what}s, which the model's processor handles in another way than one"
+        if self.processor.has_suffix and not sizes:
+            return "it has no image, without which the model's processor makes no inputs"
         try:
             turns = apply_reasoning(read_turns(told["messages"], "role", "content"), self.reasoning)
             if any(turn.is_trained and turn.weight != 1 for turn in turns):
@@ -214,25 +223,20 @@ class ChatSurvey:
         spans: trained ranges of characters.
         """
         processor = self.processor
-        found = list(re.finditer(re.escape(processor.mark), text))
-        if len(found) != len(sizes):
+        marks = {kind.mark: is_sound for is_sound, kind in processor.kinds.items()}
+        found = list(re.finditer("|".join(map(re.escape, marks)), text))
+        if [marks[one[0]] for one in found] != [is_sound for is_sound, _ in sizes]:
             return f"its chat template writes {len(found)} placeholders for {len(sizes)} images and audio clips"
         pieces, media, packed, done, added = [], [], [], 0, 0
         shifts: list[tuple[int, int]] = []
-        for one, (_, size) in zip(found, sizes, strict=True):
-            made, num_bytes = processor.blank(size)
+        for one, (is_sound, size) in zip(found, sizes, strict=True):
+            made, num_bytes = processor.blank(is_sound, size)
             pieces += [text[done : one.start()], made]
             media.append((one.start() + added, one.start() + added + len(made)))
             done, added = one.end(), added + len(made) - len(one[0])
             shifts.append((done, added))
             packed.append(num_bytes)
         full = "".join([*pieces, text[done:]])
-        begin = processor.tokenizer.bos_token
-        options = {"add_special_tokens": not (begin and full.startswith(begin)), "return_offsets_mapping": True}
-        encoded: Any = bounded(lambda: processor.tokenizer(full, **options), len(full))
-        low, high = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
-        if len(low) > self.most:
-            return f"it has {len(low)} tokens, more than train.seq_len={self.most}"
 
         def covered(ranges: Iterator[tuple[int, int]]) -> np.ndarray:
             return np.any([(low >= start) & (low < end) for start, end in ranges] or [low < 0], axis=0)
@@ -240,10 +244,13 @@ class ChatSurvey:
         def moved(place: int) -> int:
             return place + next((total for end, total in reversed(shifts) if end <= place), 0)
 
+        cut = moved(spans[0][0]) if spans else len(full)
+        tokens, low, high = bounded(lambda: processor.encode(full, cut), len(full))
+        if len(low) > self.most:
+            return f"it has {len(low)} tokens, more than train.seq_len={self.most}"
         learnt = covered((moved(start), moved(end)) for start, end in spans) & ~covered(iter(media)) & (high > low)
         if not learnt.any():
             return "it has no answer to train"
-        tokens = np.array(encoded["input_ids"], np.int32)
         return {"tokens": tokens, "learnt": learnt.astype(np.uint8), "packed": np.array(packed, np.int64)}
 
 
@@ -273,7 +280,7 @@ class ChatItems(MixedItems):
     def medium(self, epoch: int, item: int) -> NDArray[Any]:
         """Return the packed inputs of an item, which are equal in every epoch: uint8 (B,)."""
         index, number = self.locate(item)
-        made = self.processor.read(self.records.medium(index, number), self.records.sizes(index)[number][1])
+        made = self.processor.read(self.records.medium(index, number), *self.records.sizes(index)[number])
         return np.frombuffer(pack(made.inputs), np.uint8)
 
     def to_json(self) -> dict[str, Any]:
@@ -296,5 +303,5 @@ class ChatAhead(MixedAhead):
         records = self.items.records
         items = [unpack(made[item]) for item in self.items.of_sample(index)]
         names = dict.fromkeys(name for item in items for name in item)
-        inputs = {name: np.concatenate([item[name] for item in items if name in item]) for name in names}
+        inputs = {name: joined([item[name] for item in items if name in item], "rows") for name in names}
         return {"input_ids": records.tokens(index), "learnt": records.learnt(index), **inputs}

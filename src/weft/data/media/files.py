@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import json
 import os
+import re
 import struct
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ from weft.errors import DataError, WeftError
 from weft.files import open_regular
 
 #: File suffixes of record files.
-RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")
+RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet", ".json")
 #: How media are stored: byte range of the file, separate file, base64 in a JSON line, table row, file in a class
 #: folder.
 STRETCH, FILE, LINE, ROW, BELOW = range(5)
@@ -38,6 +40,7 @@ _MOST_LABEL_BYTES = 2**16
 #: Maximum size of a line of JSON. Longer lines are skipped. An image in base64 is far smaller.
 _MOST_LINE_BYTES = 256 * 2**20
 _READ_BYTES = 2**20
+_COMMA = re.compile(r"\s*,\s*")
 #: Number of row groups of parquet files that a process caches.
 _GROUPS = 4
 #: Exceptions raised when a damaged row of a parquet file is converted to Python values.
@@ -289,13 +292,17 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield (line number from 1, byte offset, line) of lines that are not blank.
+    """Yield (line number from 1, byte offset, line) of lines that are not blank, or of the elements of a JSON array.
 
     A line of more than 256 MiB is yielded as None.
 
     Raises:
+        DataError: if a .json file is not an array of at most 256 MiB.
         OSError: if the file cannot be read.
     """
+    if path.suffix == ".json":
+        yield from _elements_of(path)
+        return
     number = offset = 0
     with os.fdopen(open_regular(path), "rb") as file:
         while line := file.readline(_MOST_LINE_BYTES):
@@ -309,6 +316,29 @@ def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
                 yield number, start, None
             elif not line.isspace():
                 yield number, start, line
+
+
+def _elements_of(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(_MOST_LINE_BYTES + 1)
+    number, end, offset = 0, 0, 3 * data.startswith(codecs.BOM_UTF8)
+    try:
+        if len(data) > _MOST_LINE_BYTES:
+            raise ValueError("it has more than 256 MiB")
+        text = data.decode("utf-8-sig")
+        found = re.match(r"\s*\[\s*(?!\])", text)
+        while found is not None:
+            _, stop = json.JSONDecoder().raw_decode(text, found.end())
+            offset += len(text[end : found.end()].encode())
+            element = text[found.end() : stop].encode()
+            number, end = number + 1, stop
+            yield number, offset, element
+            offset += len(element)
+            found = _COMMA.match(text, end)
+        if text[end:].strip() != "]":
+            raise ValueError("it is not an array of objects" if not number else f"element {number + 1} is damaged")
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: {error}. Write its records as .jsonl, one object per line.") from error
 
 
 def line_object(line: bytes | None) -> dict[str, Any] | None:

@@ -173,7 +173,7 @@ class MediaRecords:
 def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
     """Return the sorted files of records of a path: one file, the files of a folder, or the files of a glob.
 
-    Files without a suffix of `RECORD_SUFFIXES` are left out, so the result may be empty.
+    Files without a suffix of `RECORD_SUFFIXES` are left out, so the result may be empty. So are a folder's .json files.
 
     path: path or pattern that the user gave. kind: kind of their media.
 
@@ -182,7 +182,7 @@ def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
     """
     place = Path(path).expanduser()
     if place.is_dir():
-        found = [place / name for name in os.listdir(place)]
+        found = [place / name for name in os.listdir(place) if not name.endswith(".json")]
     elif place.is_file():
         found = [place]
     else:

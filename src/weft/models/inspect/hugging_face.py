@@ -138,6 +138,12 @@ def image_token(config: Any) -> int | None:
     return getattr(config, "image_token_index", None) if found is None else found
 
 
+def audio_token(config: Any) -> int | None:
+    """Return the id of the token that features of audio clips replace, or None."""
+    found = getattr(config, "audio_token_id", None)
+    return getattr(config, "audio_token_index", None) if found is None else found
+
+
 def vocab_size(config: Any) -> int | None:
     """Return the vocabulary size of the model or of its text part, or None."""
     return number(config, "vocab") or number(getattr(config, "text_config", None), "vocab")

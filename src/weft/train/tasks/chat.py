@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from weft.config.plan import Plan
 from weft.config.rules.rule import Facts
 from weft.config.traced_model import Limit
 from weft.data.media.chat_records import ChatAhead, ChatColumns, ChatItems, ChatRecords, ChatSurvey
-from weft.data.media.folder_processor import FolderProcessor
+from weft.data.media.folder_processor import FolderProcessor, joined
 from weft.data.media.images import Look, read_picture
 from weft.data.media.media_records import record_files
 from weft.data.media.mixed_records import find_mixed
@@ -24,6 +27,7 @@ from weft.data.store.prepare import cache_folder
 from weft.errors import DataError
 from weft.models.inspect import hugging_face
 from weft.monitor.plots import GridSample
+from weft.parallel.layers.documents import as_borders, attend_in_documents, reads_documents
 from weft.train.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder
 from weft.train.tasks.base import Metric, ModelTask, Report, setting_error
@@ -43,8 +47,22 @@ _PARTS = {
 }
 _WHY = "images and audio enter the model in addition to tokens, and it is unknown which part of them belongs to a"
 _LIMITS = {"pp": Limit((1,), f"{_WHY} stage"), "sp": Limit((0,), f"{_WHY} part of a sequence")}
-#: Width and height of an image that a preview shows, and sizes of a blank image and a blank audio clip.
-_SHOWN, _BLANK_IMAGE, _BLANK_SOUND = 224, (32, 32), (1600,)
+#: Width and height of an image that a preview shows.
+_SHOWN = 224
+#: Families of models of which a test shows that conversations of one row stay apart.
+PACKED = (
+    "llava",
+    "internvl",
+    "idefics3",
+    "smolvlm",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "llava_next",
+    "llava_onevision",
+)
 
 
 @dataclass(eq=False)
@@ -76,7 +94,7 @@ class ChatTask(MediaTask, ModelTask):
     unit, sample_unit = "tokens", "conversations"
     media_file = "conversations.json"
     sections = ("model.path", "data.cache_dir", "data.workers", "data.batching", "data.microbatch_cost",
-                "data.max_bad_fraction", "data.reasoning", "train.seq_len")  # fmt: skip
+                "data.max_bad_fraction", "data.packing", "data.reasoning", "train.seq_len")  # fmt: skip
     identity = ("model", "train.seq_len")
     metrics = (Metric("perplexity", "", "e to the mean loss over the tokens of answers"),)
     fills_seq_len = False
@@ -99,9 +117,10 @@ class ChatTask(MediaTask, ModelTask):
             DataError: if the processor is not supported, or the data is invalid or has changed since the run was
                 started.
         """
-        processor = self.processor.survey.processor
         self.network.check_length(self.config.train.seq_len)
+        processor = self.processor.survey.processor
         self.network.check_vocabulary(len(processor.tokenizer))
+        self.network.check_inputs(processor)
         super().prepare(folder, report)
         self.network.check_weights(folder)
 
@@ -160,9 +179,9 @@ class ChatTask(MediaTask, ModelTask):
     # --- the model ---
 
     @cached_property
-    def network(self) -> HeadedModel:
+    def network(self) -> ChatModel:
         """The folder's model."""
-        return _ChatModel(self.config, ("MultimodalLM", "vision-language or audio-language model"), self.freeze)
+        return ChatModel(self.config, ("MultimodalLM", "vision-language or audio-language model"), self.freeze)
 
     def describe(self) -> PlannedModel:
         found = self.network.describe(self.config.train.seq_len, self.limits())
@@ -180,12 +199,55 @@ class ChatTask(MediaTask, ModelTask):
         return {"perplexity": perplexity(sums)}
 
 
-class _ChatModel(HeadedModel):
-    """The model of a folder with frozen parts."""
+class ChatModel(HeadedModel):
+    """A vision-language or audio-language model of a folder, with frozen parts."""
 
     def __init__(self, config: Any, head: tuple[str, str], frozen: Sequence[str]):
         super().__init__(config, head)
         self._frozen = tuple(frozen)
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row may contain several conversations."""
+        return self.config.data.packing == "fit"
+
+    def initial(self, plan: Plan) -> nn.Module:
+        model: Any = super().initial(plan)
+        if self.packs:
+            attend_in_documents(model.get_decoder())
+        return model
+
+    def check_inputs(self, processor: FolderProcessor) -> None:
+        """Check that the model reads the inputs that a processor makes, and packs if the config packs.
+
+        Raises:
+            ConfigError: if conversations of one row would affect each other.
+            DataError: if the model and the processor do not fit, or the model has an encoder of texts or balances its
+                routers.
+        """
+        model, config, path = self.shapes(), self.read_config(), self.config.model.path
+        if config.is_encoder_decoder:
+            raise DataError(f"model.path={path}: an encoder reads its texts. Use a model with a decoder alone.")
+        if getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+            rule = "task=chat does not compute the loss that balances its experts"
+            raise DataError(f"model.path={path}: {rule}. Set output_router_logits to false in its config.json.")
+        made = [*processor.types, *(name for kind in processor.kinds.values() for name in kind.inputs)]
+        if odd := [name for name in made if name not in inspect.signature(model.forward).parameters]:
+            rule = f"its processor makes {odd[0]}, which its {type(model).__name__} does not read"
+            raise DataError(f"model.path={path}: {rule}. Use the processor of the model.")
+        for is_sound in processor.kinds:
+            token = (hugging_face.audio_token if is_sound else hugging_face.image_token)(config)
+            if token not in processor.tokenizer(processor.empty(is_sound).text)["input_ids"]:
+                rule = f"its config.json replaces token {token}, which its processor does not write"
+                raise DataError(f"model.path={path}: {rule}. Use the processor of the model.")
+        if self.config.data.packing in (None, "pad"):
+            return
+        kind, remedy = config.model_type, "Use data.packing=pad"
+        if not self.packs:
+            raise setting_error("data.packing", "concat", f"images cannot be cut. {remedy}, or fit.")
+        if kind not in PACKED or not reads_documents(model.get_decoder()):
+            rule = f"it is unknown whether conversations of one row affect each other in a {kind} model"
+            raise setting_error("data.packing", "fit", f"{rule}. {remedy}.")
 
     def build(self) -> nn.Module:
         model = super().build()
@@ -231,53 +293,87 @@ class ChatProcessor:
     def collate(self, samples: list[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
         """Return padded tokens and labels, and the inputs of all images and audio clips in order.
 
-        If the data has images or audio clips, but none of the samples does, a blank one is appended to the first
-        sample, and excluded by the attention mask. So every rank calls the encoder in every microbatch, and no rank
-        waits for another.
+        If the data has images or audio clips, but none of the samples does, a blank one is added. Attention excludes
+        it. So every rank calls the encoder in every microbatch, and no rank waits for another.
         """
-        task, family = self.task, self.survey.processor.family
-        lengths = torch.tensor([len(one["input_ids"]) for one in samples])
-        if self._has_media and not any(name in one for one in samples for name in family.inputs):
-            first = {name: np.concatenate([values, self._blank[name]]) for name, values in samples[0].items()}
-            samples = [{**self._blank, **first}, *samples[1:]]
-        longest = max(len(one["input_ids"]) for one in samples)
-        length = padded_length(longest, task.pad_multiple, task.config.train.seq_len)
-        ids = padded([one["input_ids"] for one in samples], self._pad, length)
-        learnt = padded([one["learnt"] for one in samples], 0, length)
+        processor, most = self.survey.processor, self.task.config.train.seq_len
+        missing = [
+            blank
+            for is_sound, blank in self._blanks.items()
+            if not any(name in one for one in samples for name in processor.kinds[is_sound].inputs)
+        ]
+        rows = next_fit([*samples, *missing], most) if self.task.network.packs else [[one] for one in samples]
+        lengths = [[len(one["input_ids"]) for one in row] for row in rows]
+        if not self.task.network.packs:
+            rows[0] += missing
+        merged = [_merged(row) for row in rows]
+        length = padded_length(max(len(one["input_ids"]) for one in merged), self.task.pad_multiple, most)
+        ids = padded([one["input_ids"] for one in merged], self._pad, length)
+        learnt = padded([one["learnt"] for one in merged], 0, length)
         labels = ids.masked_fill(learnt == 0, IGNORED).roll(-1, 1)
         labels[:, -1] = IGNORED
-        batch = {"input_ids": ids, "attention_mask": (torch.arange(length) < lengths[:, None]).long(), "labels": labels}
-        if family.types:
-            batch[family.types] = (ids == self._image_token).long()
-        for name, join in family.inputs.items():
-            given = [one[name] for one in samples if name in one]
-            if given:
-                rows = [one.get(name, given[0][:0]) for one in samples]
-                batch[name] = torch.from_numpy(np.concatenate(given) if join == "rows" else _stacked(rows))
+        batch = {"input_ids": ids, "labels": labels}
+        for name, known in processor.types.items():
+            batch[name] = learnt.cummax(1).values if processor.has_suffix else torch.zeros_like(ids)
+            for token, value in known.items():
+                batch[name][ids == token] = value
+        for name, join in [one for kind in processor.kinds.values() for one in kind.inputs.items()]:
+            if given := [one[name] for one in merged if name in one]:
+                parts = given if join == "rows" else [one.get(name, given[0][:0]) for one in merged]
+                batch[name] = torch.from_numpy(joined(parts, join))
+        if not self.task.network.packs:
+            batch["attention_mask"] = (torch.arange(length) < torch.tensor(lengths)).long()
+            return batch
+        starts = [np.cumsum([0, *row]) for row in lengths]
+        batch["attention_mask"] = as_borders(padded(starts, length, max(map(len, starts))))
+        for row, own in enumerate(starts):
+            labels[row, own[1:] - 1] = IGNORED  # the next token is another conversation's
+        batch["position_ids"] = self._positions(batch, starts)
         return batch
 
-    @cached_property
-    def _has_media(self) -> bool:
-        return any(self.task.media(split).num_media().any() for split in ("train", "eval"))
+    def _positions(self, batch: Mapping[str, Tensor], starts: Sequence[np.ndarray]) -> Tensor:
+        """Return the positions of tokens in their conversations: (rows, length), or (3, rows, length) for M-RoPE.
+
+        starts: first tokens of the conversations of each row, and the end of the last.
+        """
+        ids = batch["input_ids"]
+        found = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+        for row, own in enumerate(starts):
+            found[row] -= torch.from_numpy(own)[torch.searchsorted(torch.from_numpy(own), found[row], right=True) - 1]
+        index = getattr(self._shapes, "get_rope_index", None)
+        if index is None:
+            return found
+        places = [(row, slice(a, b)) for row, own in enumerate(starts) for a, b in pairwise(own.tolist())]
+        names = (*self.survey.processor.types, "input_ids", "attention_mask")
+        given = {**batch, "attention_mask": torch.ones_like(ids)}
+        apart = {name: pad_sequence([given[name][place] for place in places], batch_first=True) for name in names}
+        grids = {name: value for name, value in batch.items() if name.endswith("_grid_thw")}
+        found = found.repeat(3, 1, 1)
+        axes, _ = index(**apart, **grids)
+        for number, (row, place) in enumerate(places):
+            found[:, row, place] = axes[:, number, : place.stop - place.start]
+        return found
 
     @cached_property
-    def _blank(self) -> dict[str, np.ndarray]:
-        """A small image or a short audio clip as a sample without trained tokens."""
-        processor = self.survey.processor
-        made = processor.empty(_BLANK_SOUND if processor.family.is_audio else _BLANK_IMAGE)
-        ids = np.array(processor.tokenizer(made.text, add_special_tokens=False)["input_ids"], np.int32)
-        return {"input_ids": ids, "learnt": np.zeros(len(ids), np.uint8), **made.inputs}
+    def _shapes(self) -> Any:
+        """The model without its head, on the meta device."""
+        return self.task.network.shapes().base_model
+
+    @cached_property
+    def _blanks(self) -> dict[bool, dict[str, np.ndarray]]:
+        """For images and audio clips in the data, a small one as a sample without trained tokens."""
+        found, processor = {}, self.survey.processor
+        media = [self.task.media(split).media_sizes()[1][:, 0] for split in ("train", "eval")]
+        for is_sound in map(bool, np.unique(np.concatenate(media))):
+            made = processor.empty(is_sound)
+            ids = np.array(processor.tokenizer(made.text, add_special_tokens=False)["input_ids"], np.int32)
+            found[is_sound] = {"input_ids": ids, "learnt": np.zeros(len(ids), np.uint8), **made.inputs}
+        return found
 
     @cached_property
     def _pad(self) -> int:
         tokenizer = self.survey.processor.tokenizer
         return next(one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if one is not None)
-
-    @cached_property
-    def _image_token(self) -> int:
-        token = hugging_face.image_token(self.task.network.read_config())
-        assert token is not None
-        return token
 
     def described(self, source: ChatRecords, index: int) -> str:
         return f"{source.file(index)}: {self.survey.processor.tokenizer.decode(source.tokens(index).tolist())!r}"
@@ -293,9 +389,20 @@ class ChatProcessor:
         return replace(entry, picture=read_picture(source.medium(index, seen), Look(_SHOWN)))
 
 
-def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the inputs of samples as rows, padded with zeros: (samples, most, ...)."""
-    found = np.zeros((len(rows), max(map(len, rows)), *rows[0].shape[1:]), rows[0].dtype)
-    for own, one in zip(found, rows, strict=True):
-        own[: len(one)] = one
-    return found
+def next_fit(samples: Sequence[Mapping[str, np.ndarray]], most: int) -> list[list[Mapping[str, np.ndarray]]]:
+    """Divide samples into rows of at most `most` tokens, in order. A longer sample is a row."""
+    rows: list[list[Mapping[str, np.ndarray]]] = []
+    room = -1
+    for one in samples:
+        if len(one["input_ids"]) > room:
+            rows.append([])
+            room = most
+        rows[-1].append(one)
+        room -= len(one["input_ids"])
+    return rows
+
+
+def _merged(samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return samples as one."""
+    names = dict.fromkeys(name for one in samples for name in one)
+    return {name: joined([one[name] for one in samples if name in one], "rows") for name in names}
