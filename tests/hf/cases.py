@@ -148,7 +148,7 @@ def on_ranks(plan: str, folder: Path, num_rows: int = 22, trainer_class: Any = N
 
 def _train(
     kind: Any, folder: Path, num_rows: int, *, exact: bool = True, metrics: bool = False, resume: Any = None,
-    stream: bool = False, **options: Any,
+    stream: bool = False, evaluate_first: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     logs, plan = Losses(), {name: options.pop(name) for name in ("plan",) if name in options}
     trainer = kind(
@@ -157,6 +157,8 @@ def _train(
         compute_metrics=accuracy if metrics else None, compute_loss_func=exact_loss if exact else None,
         callbacks=[logs], **plan,
     )  # fmt: skip
+    if evaluate_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     run = getattr(trainer, "weft_run", None)
     if run is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.collectives import gather_json
 from weft.comm.mesh import leave_unusable_group
@@ -28,6 +29,7 @@ from weft.hf.arguments import check_arguments, check_model, check_shards, plan_o
 from weft.hf.fused_head import replace_fused_head
 from weft.hf.gathering import DataGather
 from weft.hf.loading import rank_loader
+from weft.hf.reference import precompute_reference
 from weft.hf.stepping import StepOptimizer, TrainerBatches, TrainerStep, predict_in_pipeline
 
 #: Methods of transformers' Trainer that the subclass replaces. Other releases have others.
@@ -244,6 +246,9 @@ class PlannedTrainer(transformers.Trainer):
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._weft_parallelize()
         if self._weft_step is None:
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # an evaluation leaves gathered parameters, and the optimizer needs the shards
             self.create_optimizer()
             assert self.optimizer is not None
             self._weft_step = TrainerStep(self, self.optimizer)
@@ -370,4 +375,6 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
             self._weft_plan = plan
             super().__init__(*args, **kwargs)
 
+    if hasattr(kind, "_precompute_ref_logps"):
+        Planned._precompute_ref_logps = functools.partialmethod(precompute_reference, kind._precompute_ref_logps)
     return Planned
