@@ -23,6 +23,8 @@ from weft.errors import ConfigError, MissingExtra, Problem, WeftError, did_you_m
 from weft.files import COMPANIONS, locked
 
 SCHEME = "hf://"
+#: Key of the only setting that names a model for its tokenizer alone.
+TOKENIZER = "tokenizer.path"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 #: Revisions with a slash that need no %2F.
 _SPECIAL = r"refs/(?:convert/[A-Za-z0-9_.-]+|pr/[0-9]+)"
@@ -119,7 +121,7 @@ def model_name(text: str, key: str = "model.path") -> HubName | None:
     place = _PLACE["model"].fullmatch(text)
     owner, slash, _ = place["repo"].partition("/") if place is not None else ("", "", "")
     # Owners have no dot, in contrast to folders such as ".." and files such as model.safetensors.
-    if not slash or "." in owner or Path(text).expanduser().exists():
+    if not slash or "." in owner or Path(text).suffix in (".json", ".toml") or Path(text).expanduser().exists():
         return None
     if Path(owner).is_dir():
         rule = f"the folder {owner} exists without it, and it is also a name on the Hugging Face hub."
@@ -333,11 +335,18 @@ def _listed(name: HubName, hub: Any) -> dict[str, int]:
 
 
 def _model_files(name: HubName, listed: Iterable[str]) -> list[str]:
-    """Return the files to download: config, tokenizer and safetensors weights in the first level of the repository."""
+    """Return the files to download: config, tokenizer and safetensors weights in the first level of the repository.
+
+    For tokenizer.path there are no weights.
+    """
     top = [PurePosixPath(path) for path in listed if "/" not in path]
     names = [path.name for path in top if any(map(path.match, (*COMPANIONS, "*.safetensors")))]
     # Mistral's repositories have the weights a second time under this name.
     names = [file for file in names if not file.startswith("consolidated")]
+    if name.key == TOKENIZER:
+        if "tokenizer.json" not in names:
+            raise name.error("the repository has no tokenizer.json. Name the repository of a model that has one.")
+        return [file for file in names if not file.endswith(".safetensors")]
     if "config.json" not in names:
         raise name.error("the repository has no config.json. Name the repository of a transformers model.")
     if not any(file.endswith(".safetensors") for file in names):
@@ -362,6 +371,16 @@ def needed_code(config: bytes) -> str:
         return ""
     rule = f"its model_type={family} needs code of the folder (trust_remote_code), which Weft does not run."
     return f"{rule} Use a model of a family that transformers has."
+
+
+def downloaded_folder(text: str, key: str, *, weights: bool = True) -> str:
+    """Return the folder of a model's name on the hub, after downloading the files that the cache lacks.
+
+    For commands without a run, which would fix the commit. Other text is returned unchanged. Raises ConfigError as
+    `model_name`, `resolve` and `download` do.
+    """
+    name = model_name(text, key)
+    return text if name is None else str(download(resolve(name), weights=weights))
 
 
 def local_folder(path: str, key: str = "model.path") -> Path:
