@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,26 @@ from weft.units import counted, format_count
 
 
 @dataclass(frozen=True, slots=True)
+class StreamedFiles:
+    """The files of a source that is tokenised while it is trained on (data.stream).
+
+    Attributes:
+        files: path and size in bytes of each file.
+        holdout: share of the documents that is not trained on.
+        schema: columns of the records of all files.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    holdout: float
+    schema: dict[str, Any]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> StreamedFiles:
+        """Return the object from its JSON values."""
+        return cls(tuple((str(name), int(size)) for name, size in values["files"]), values["holdout"], values["schema"])
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedSource:
     """One split of one tokenised source.
 
@@ -52,6 +73,7 @@ class PreparedSource:
         counts: files and counts of the split.
         packing: packing of documents into sequences.
         kind: kind of its records, as in `Schema`.
+        streamed: all files, if only the first has been tokenised.
     """
 
     name: str
@@ -62,6 +84,7 @@ class PreparedSource:
     counts: SplitCounts
     packing: str = "concat"
     kind: str = ""
+    streamed: StreamedFiles | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -77,9 +100,9 @@ class PreparedSource:
     def content(self) -> str:
         """Digest of the stored tokens, independent of their folder and of the file names."""
         files = sorted((name, digest) for name, (_, digest) in self.counts.files.items())
-        return key_of(
-            files, self.counts.dtype, self.pad_id, self.end_id, *map(list, filter(None, [self.counts.weights]))
-        )
+        names = [[Path(name).name, size] for name, size in self.streamed.files] if self.streamed is not None else []
+        more = [list(one) for one in (self.counts.weights, names) if one]
+        return key_of(files, self.counts.dtype, self.pad_id, self.end_id, *more)
 
     def __str__(self) -> str:
         documents = counted(self.num_documents, "document")
@@ -140,7 +163,12 @@ class PreparedData:
             train, evaluation = (
                 tuple(
                     PreparedSource(
-                        **{**entry, "folder": Path(entry["folder"]), "counts": SplitCounts.from_dict(entry["counts"])}
+                        **{
+                            **entry,
+                            "folder": Path(entry["folder"]),
+                            "counts": SplitCounts.from_dict(entry["counts"]),
+                            "streamed": StreamedFiles.from_dict(entry["streamed"]) if entry.get("streamed") else None,
+                        }
                     )
                     for entry in values[split]
                 )
@@ -297,7 +325,7 @@ def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[
         if report is not None and files.size_bytes > _TOLD_BYTES:
             report(f"read {files.path}", done, files.size_bytes)
     known.parent.mkdir(parents=True, exist_ok=True)
-    draft = known.with_name(f".{known.name}.{os.getpid()}")
+    draft = known.with_name(f".{known.name}.{os.getpid()}-{threading.get_ident()}")
     draft.write_text(json.dumps(digests), "utf-8")
     os.replace(draft, known)
     return digests
