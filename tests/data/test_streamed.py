@@ -144,9 +144,9 @@ def test_held_out_documents_are_not_trained_on(tmp_path):
     config = config_of(tmp_path / "data", "data.holdout=0.3")
     data = prepare_data(config)
     assert data.train[0].streamed is not None
-    assert len(data.train[0].streamed.files) == 4
+    assert len(data.train[0].streamed["files"]) == 4
     assert any("a stream of 4 files" in line for line in data.summary)
-    stream, holdout = stream_of(config, data), data.train[0].streamed.holdout
+    stream, holdout = stream_of(config, data), data.train[0].streamed["holdout"]
     found = {" ".join(one.split()[1::2][:2]) for one in texts(config, range(200), stream)}
     number = sum(4 + file for file in range(4))
     assert (len(found) < number) is (holdout > 0)

@@ -67,7 +67,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "options"), CASES)
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        *CASES,
+        ("dp_shard=2 zero=3", {"lora": True, **EVALUATED}),
+        pytest.param("tp=2", {"lora": True, "num_rows": 6, **EVALUATED}, marks=pytest.mark.full),
+    ],
+)
 def test_trainer_equals_one_device(ranks2, tmp_path, plan, options):
     """The 9 samples are uneven: in the last step one data rank has 1 sample, and the other none."""
     options = {"num_train_epochs": 1, "num_rows": 9, **options}

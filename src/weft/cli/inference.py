@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 def generate(
     run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="Folder of a run, such as runs/quickstart, a Hugging Face folder or OWNER/NAME."
-        ),
+        str, typer.Argument(metavar="RUN", help="Folder such as runs/quickstart, a Hugging Face folder or OWNER/NAME.")
     ],
     prompt: Annotated[
         str | None,
@@ -67,9 +64,7 @@ def generate(
     if messages is not None and (chat or prompt is not None):
         raise ConfigError(f"--messages={messages}: the file is the conversation. Leave out --prompt and --chat.")
     turns, tools = _read_messages(messages) if messages is not None else ([], "")
-    # In a folder that exists, such as runs, a missing one is a run.
-    is_name = is_hub_text(run) or not Path(run).parent.is_dir()
-    folder = Path(downloaded_folder(run, "RUN") if is_name else run)
+    folder = _folder_of(run)
     if not (folder / "config.json").is_file() or (folder / "config.toml").is_file():
         refuse_no_run(folder)
     elif step is not None:
@@ -93,6 +88,12 @@ def generate(
     else:
         text = model.first_prompt().words if prompt is None else prompt
         print(text + model.continue_text(text, section, seed, stops))
+
+
+def _folder_of(run: str) -> Path:
+    """Return the folder of a run or a model. In a folder that exists, such as runs, a missing one is no hub name."""
+    is_name = is_hub_text(run) or not Path(run).parent.is_dir()
+    return Path(downloaded_folder(run, "RUN") if is_name else run)
 
 
 def _system(text: str) -> list[Turn]:

@@ -9,18 +9,16 @@ from typing import Any
 
 
 class _EachRank:
-    """An accelerator on which each rank is the main process, which writes files and waits for no other."""
+    """An accelerator on which each rank is the main process, and waits for no other."""
 
     is_main_process = True
 
     def __init__(self, accelerator: Any):
         self._accelerator = accelerator
+        self.wait_for_everyone = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
-
-    def wait_for_everyone(self) -> None:
-        """Return at once."""
 
 
 def precompute_reference(trainer: Any, precompute: Any, dataset: Any, *args: Any) -> Any:

@@ -246,7 +246,8 @@ class PlannedTrainer(transformers.Trainer):
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._weft_parallelize()
         if self._weft_step is None:
-            for module in self.model.modules():
+            model: Any = self.model
+            for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # an evaluation leaves gathered parameters, and the optimizer needs the shards
             self.create_optimizer()
@@ -375,6 +376,7 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
             self._weft_plan = plan
             super().__init__(*args, **kwargs)
 
+    planned: Any = Planned
     if hasattr(kind, "_precompute_ref_logps"):
-        Planned._precompute_ref_logps = functools.partialmethod(precompute_reference, kind._precompute_ref_logps)
-    return Planned
+        planned._precompute_ref_logps = functools.partialmethod(precompute_reference, kind._precompute_ref_logps)
+    return planned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ def _model_at(config: RunConfig, key: str) -> hub.HubName | None:
     return hub.model_name(found, key) if isinstance(found, str) else None
 
 
-def _with_value(section: Any, path: list[str], value: str) -> Any:
+def _with_value(section: Any, path: Sequence[str], value: str) -> Any:
     """Return a section, or the options of a task, with another value at a path of keys."""
     key, *rest = path
     if isinstance(section, Mapping):

@@ -21,7 +21,6 @@ from weft.data.store.prepared import (
     PreparedData,
     PreparedSource,
     RequestedSource,
-    StreamedFiles,
     ready_source,
     ready_tokenizer,
 )
@@ -386,16 +385,13 @@ def _first_file(wanted: RequestedSource) -> RequestedSource:
     return replace(wanted, files=replace(wanted.files, files=wanted.files.files[:1]))
 
 
-def _with_files(data: PreparedData, first: RequestedSource, files: FileSet) -> PreparedData:
-    """Return the data of a stream's first file with all files of the stream."""
-    found = StreamedFiles(
-        tuple((str(file.path), file.size_bytes) for file in files.files), first.limits.holdout, first.schema.to_dict()
-    )
-    line = (
-        f"{files.path}: a stream of {counted(len(files.files), 'file')} and {format_bytes(files.size_bytes)}, of which "
-        "the first is tokenized now"
-    )
-    return replace(data, train=(replace(data.train[0], streamed=found),), summary=[*data.summary, line])
+def _with_files(data: PreparedData, first: RequestedSource, every: FileSet) -> PreparedData:
+    """Return the data of a stream's first file with the list of all files."""
+    files = [[str(file.path), file.size_bytes] for file in every.files]
+    streamed = {"files": files, "holdout": first.limits.holdout, "schema": first.schema.to_dict()}
+    size = f"{counted(len(files), 'file')} and {format_bytes(every.size_bytes)}"
+    summary = [*data.summary, f"{every.path}: a stream of {size}, of which the first file is tokenized now"]
+    return replace(data, train=(replace(data.train[0], streamed=streamed),), summary=summary)
 
 
 def cache_folder(data: DataSection) -> Path:

@@ -41,26 +41,6 @@ from weft.units import counted, format_count
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedFiles:
-    """The files of a source that is tokenised while it is trained on (data.stream).
-
-    Attributes:
-        files: path and size in bytes of each file.
-        holdout: share of the documents that is not trained on.
-        schema: columns of the records of all files.
-    """
-
-    files: tuple[tuple[str, int], ...]
-    holdout: float
-    schema: dict[str, Any]
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> StreamedFiles:
-        """Return the object from its JSON values."""
-        return cls(tuple((str(name), int(size)) for name, size in values["files"]), values["holdout"], values["schema"])
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedSource:
     """One split of one tokenised source.
 
@@ -73,7 +53,8 @@ class PreparedSource:
         counts: files and counts of the split.
         packing: packing of documents into sequences.
         kind: kind of its records, as in `Schema`.
-        streamed: all files, if only the first has been tokenised.
+        streamed: for data.stream, which tokenises only the first file: [path, bytes] of all files, the holdout and the
+            schema of their records, as JSON values.
     """
 
     name: str
@@ -84,7 +65,7 @@ class PreparedSource:
     counts: SplitCounts
     packing: str = "concat"
     kind: str = ""
-    streamed: StreamedFiles | None = None
+    streamed: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +81,7 @@ class PreparedSource:
     def content(self) -> str:
         """Digest of the stored tokens, independent of their folder and of the file names."""
         files = sorted((name, digest) for name, (_, digest) in self.counts.files.items())
-        names = [[Path(name).name, size] for name, size in self.streamed.files] if self.streamed is not None else []
+        names = [[Path(name).name, size] for name, size in self.streamed["files"]] if self.streamed else []
         more = [list(one) for one in (self.counts.weights, names) if one]
         return key_of(files, self.counts.dtype, self.pad_id, self.end_id, *more)
 
@@ -163,12 +144,7 @@ class PreparedData:
             train, evaluation = (
                 tuple(
                     PreparedSource(
-                        **{
-                            **entry,
-                            "folder": Path(entry["folder"]),
-                            "counts": SplitCounts.from_dict(entry["counts"]),
-                            "streamed": StreamedFiles.from_dict(entry["streamed"]) if entry.get("streamed") else None,
-                        }
+                        **{**entry, "folder": Path(entry["folder"]), "counts": SplitCounts.from_dict(entry["counts"])}
                     )
                     for entry in values[split]
                 )

@@ -12,12 +12,13 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from weft.config.run_config import RunConfig
 from weft.data.order.stream import Rows, Sample, SampleStream, derive_key, permutation
 from weft.data.order.user_stream import count_parts
-from weft.data.store.prepared import CachedSource, PreparedData, PreparedSource, RequestedSource, key_of, ready_source
+from weft.data.store.prepared import CachedSource, PreparedData, RequestedSource, key_of, ready_source
 from weft.data.text.schema import Schema
 from weft.data.text.source import find_files
 from weft.data.text.tokenize import ReadLimits, Report
@@ -33,8 +34,8 @@ class _Exiting(Exception):
     """Raised in the thread that tokenises the next file, if the process ends."""
 
 
-class StreamedSequences:
-    """An endless stream of sequences of one source, with the attributes of `SampleStream` that batches use.
+class StreamedSequences(SampleStream):
+    """An endless stream of sequences of one source, whose order is that of its parts.
 
     Tokens of files that are no longer needed are deleted. Their numbers of sequences stay in the cache, and resuming
     tokenises only the files in use. Without these numbers it also tokenises the earlier files of the rank's parts.
@@ -49,19 +50,18 @@ class StreamedSequences:
             a part are empty.
     """
 
-    num_sources = 0  # its epochs are those of its parts
-
     def __init__(self, data: PreparedData, config: RunConfig, cache: Path):
         (source,) = data.train
         streamed, section = source.streamed, config.data
         assert streamed is not None
-        self._config, self._source, self._files, self._tokenizer = config, source, streamed.files, data.tokenizer_dir
-        self._schema = Schema(**streamed.schema)
-        self._limits = ReadLimits(streamed.holdout, section.max_record_bytes, section.max_bad_fraction)
+        self._config, self._source, self._files, self._tokenizer = config, source, streamed["files"], data.tokenizer_dir
+        self._schema = Schema(**streamed["schema"])
+        self._limits = ReadLimits(streamed["holdout"], section.max_record_bytes, section.max_bad_fraction)
         self.seq_len, self.pad_id, self.is_weighted = config.train.seq_len, source.pad_id, self._schema.has_mask
-        settings = [streamed.schema, streamed.holdout, section.max_record_bytes, section.reasoning]
+        settings = [streamed["schema"], streamed["holdout"], section.max_record_bytes, section.reasoning]
         self._cache = cache / "streamed" / key_of(settings, data.tokenizer.digest, source.packing, self.seq_len)
         self._batch = config.train.global_batch
+        self.num_sources = self.num_sequences = 0  # there is no epoch of all files
         self._num_parts = count_parts(len(self._files), self._batch)
         #: For each part, the end of each file that it has read, in sequences.
         self._ends: list[list[int]] = [[] for _ in range(self._num_parts)]
@@ -69,19 +69,19 @@ class StreamedSequences:
 
     def fill(self, rows: Rows, row: int, index: int) -> tuple[int, bool]:
         """Write the sample of a global index into a row, as `SampleStream.fill` does."""
-        stream, inside = self._locate(index)
+        stream, inside = self._find(index)
         return stream.fill(rows, row, inside)
 
     def sample(self, index: int) -> Sample:
         """Return a sample by its global index, from 0."""
-        stream, inside = self._locate(index)
+        stream, inside = self._find(index)
         return stream.sample(inside)
 
     def state_at(self, index: int) -> dict[str, int]:
         """Return the number of samples before the global sample `index`, by the source's name."""
         return {f"0:{self._source.name}": index}
 
-    def _locate(self, index: int) -> tuple[SampleStream, int]:
+    def _find(self, index: int) -> tuple[SampleStream, int]:
         """Return the sequences of a file, and the index of a sample in them."""
         step, rest = divmod(index, self._batch)
         part, offset = divmod(rest, self._batch // self._num_parts)
@@ -121,23 +121,18 @@ class StreamedSequences:
     def _tokenised(self, number: int) -> tuple[SampleStream, Path]:
         while True:
             stored = self._ready(number)
-            with locked(self._lock(stored.folder)):
-                if stored.folder.is_dir():  # no other rank has deleted it since
-                    return self._stream_of(stored, number), stored.folder
-
-    def _stream_of(self, stored: CachedSource, number: int) -> SampleStream:
-        source, counts = self._source, stored.manifest.splits["train"]
-        own = PreparedSource(
-            source.name, stored.folder / "train", None, source.pad_id, source.end_id, counts, source.packing
-        )
-        return SampleStream(
-            [own] if counts.num_documents else [], seed=derive_key("file", self._config.seed, number),
-            seq_len=self.seq_len, packing=source.packing, borders=self._config.data.borders,
-            shuffle=counts.num_documents > 0,
-        )  # fmt: skip
+            counts, folder, seed = stored.manifest.splits["train"], stored.folder, self._config.seed
+            sources = [replace(self._source, folder=folder / "train", counts=counts)] if counts.num_documents else []
+            with locked(self._lock(folder)):
+                if folder.is_dir():  # no other rank has deleted it since
+                    stream = SampleStream(
+                        sources, seed=derive_key("file", seed, number), seq_len=self.seq_len,
+                        packing=self._source.packing, borders=self._config.data.borders, shuffle=bool(sources),
+                    )  # fmt: skip
+                    return stream, folder
 
     def _count(self, part: int, turn: int) -> int:
-        """Return the number of sequences of a file, from the cache if it is known."""
+        """Count the sequences of a file, unless the cache has the number."""
         name, size = self._files[self._file_at(part, turn)[0]]
         changed_ns = Path(name).stat().st_mtime_ns if Path(name).exists() else 0
         known = self._cache / f"count-{key_of(name, size, changed_ns)}.txt"

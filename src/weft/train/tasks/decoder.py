@@ -339,7 +339,7 @@ class TokenData:
         """Open the data of the run in `folder`."""
         self.folder, self.prepared = folder, data_of(folder)
 
-    def stream(self, split: str) -> SampleStream | StreamedSequences:
+    def stream(self, split: str) -> SampleStream:
         """Return the sequences of "train" in training order, or those of "eval" in the order of the files."""
         config = self._config
         if split == "train" and config.data.stream:
