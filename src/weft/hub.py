@@ -226,7 +226,7 @@ def _one_sentence(name: HubName) -> Generator[Any]:
         rule += f"the hub has no {noun} {name.repo}, or it is private and your account may not read it. Check the name,"
         raise name.error(f"{rule} and for a private one type hf auth login, or set HF_TOKEN.") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
-        raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(error)) from error
+        raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(name, error)) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         rule = f"the hub answered with status {status}. Run the same command again later."
@@ -234,7 +234,7 @@ def _one_sentence(name: HubName) -> Generator[Any]:
             rule = f"the hub refuses it to your account (status {status}). Type hf auth login, or set HF_TOKEN."
         raise name.error(rule) from error
     except (errors.HTTPError, OSError) as error:
-        raise name.error(_failed(error)) from error
+        raise name.error(_failed(name, error)) from error
     except (ValueError, KeyError, TypeError, AssertionError) as error:  # the answer has another form
         raise name.error("the server's answer is not one of a Hugging Face hub. Check HF_ENDPOINT.") from error
 
@@ -247,11 +247,12 @@ def _not_cached(name: HubName) -> str:
     )
 
 
-def _failed(error: BaseException) -> str:
+def _failed(name: HubName, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return f"its files cannot be written to the cache ({error.strerror}). Free space, or set HF_HOME."
+    no_folder = "" if is_hub_text(name.text) else "there is no such folder, and "
     return (
-        f"the download from the hub failed ({type(error.__cause__ or error).__name__}). Check the network and run the "
+        f"{no_folder}the download from the hub failed ({type(error.__cause__ or error).__name__}). Check the network and run the "
         "same command again, or set HF_HUB_OFFLINE=1 if the cache has the files."
     )
 
@@ -307,7 +308,7 @@ def download(name: HubName, *, weights: bool = True) -> Path:
         except _module("huggingface_hub.errors").CachedRepoTreeNotFoundError as error:
             if env.hub_is_offline() and name.kind == "model":
                 return folder  # of an older huggingface_hub; reading the folder checks that its weights are complete
-            raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(error)) from error
+            raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(name, error)) from error
         names = _model_files(name, sizes) if name.kind == "model" else data_files(name, sizes)
         names = [file for file in names if weights or not file.endswith(".safetensors")]
         with ThreadPoolExecutor(8) as pool:
