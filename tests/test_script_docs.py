@@ -112,6 +112,19 @@ def test_config_for_megatron_is_valid(tmp_path):
     assert (config.run.name, config.train.steps, len(config.data.train)) == ("gpt", 20, 2)
 
 
+@pytest.mark.parametrize(("page", "name"), [("from_axolotl", "chats"), ("from_llamafactory", "alpaca")])
+def test_imported_configs_equal_those_of_the_page(tmp_path, monkeypatch, capsys, page, name):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("imported").mkdir()
+    Path("data/dataset_info.json").write_text('{"alpaca_en_demo": {"file_name": "alpaca_en_demo.json"}}')
+    Path(f"{name}.yaml").write_text(blocks_of(page, "yaml")[0])
+    assert weft(["config", "import", f"{name}.yaml", "--world-size", "4", "--out", f"imported/{name}.toml"]) == 0
+    Path(f"{name}.toml").write_text(blocks_of(page, "toml")[0])
+    assert "not supported" not in capsys.readouterr().out
+    assert load_config(f"imported/{name}.toml").config == load_config(f"{name}.toml").config
+
+
 @pytest.mark.full
 def test_commands_for_switchers_train(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

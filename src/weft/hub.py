@@ -23,6 +23,8 @@ from weft.errors import ConfigError, MissingExtra, Problem, WeftError, did_you_m
 from weft.files import COMPANIONS, locked
 
 SCHEME = "hf://"
+#: Key of the only setting that names a model for its tokenizer alone.
+TOKENIZER = "tokenizer.path"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 #: Revisions with a slash that need no %2F.
 _SPECIAL = r"refs/(?:convert/[A-Za-z0-9_.-]+|pr/[0-9]+)"
@@ -119,7 +121,7 @@ def model_name(text: str, key: str = "model.path") -> HubName | None:
     place = _PLACE["model"].fullmatch(text)
     owner, slash, _ = place["repo"].partition("/") if place is not None else ("", "", "")
     # Owners have no dot, in contrast to folders such as ".." and files such as model.safetensors.
-    if not slash or "." in owner or Path(text).expanduser().exists():
+    if not slash or "." in owner or Path(text).suffix in (".json", ".toml") or Path(text).expanduser().exists():
         return None
     if Path(owner).is_dir():
         rule = f"the folder {owner} exists without it, and it is also a name on the Hugging Face hub."
@@ -224,7 +226,7 @@ def _one_sentence(name: HubName) -> Generator[Any]:
         rule += f"the hub has no {noun} {name.repo}, or it is private and your account may not read it. Check the name,"
         raise name.error(f"{rule} and for a private one type hf auth login, or set HF_TOKEN.") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
-        raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(error)) from error
+        raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(name, error)) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         rule = f"the hub answered with status {status}. Run the same command again later."
@@ -232,7 +234,7 @@ def _one_sentence(name: HubName) -> Generator[Any]:
             rule = f"the hub refuses it to your account (status {status}). Type hf auth login, or set HF_TOKEN."
         raise name.error(rule) from error
     except (errors.HTTPError, OSError) as error:
-        raise name.error(_failed(error)) from error
+        raise name.error(_failed(name, error)) from error
     except (ValueError, KeyError, TypeError, AssertionError) as error:  # the answer has another form
         raise name.error("the server's answer is not one of a Hugging Face hub. Check HF_ENDPOINT.") from error
 
@@ -245,11 +247,12 @@ def _not_cached(name: HubName) -> str:
     )
 
 
-def _failed(error: BaseException) -> str:
+def _failed(name: HubName, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return f"its files cannot be written to the cache ({error.strerror}). Free space, or set HF_HOME."
+    no_folder = "" if is_hub_text(name.text) else "there is no such folder, and "
     return (
-        f"the download from the hub failed ({type(error.__cause__ or error).__name__}). Check the network and run the "
+        f"{no_folder}the download from the hub failed ({type(error.__cause__ or error).__name__}). Check the network and run the "
         "same command again, or set HF_HUB_OFFLINE=1 if the cache has the files."
     )
 
@@ -305,7 +308,7 @@ def download(name: HubName, *, weights: bool = True) -> Path:
         except _module("huggingface_hub.errors").CachedRepoTreeNotFoundError as error:
             if env.hub_is_offline() and name.kind == "model":
                 return folder  # of an older huggingface_hub; reading the folder checks that its weights are complete
-            raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(error)) from error
+            raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(name, error)) from error
         names = _model_files(name, sizes) if name.kind == "model" else data_files(name, sizes)
         names = [file for file in names if weights or not file.endswith(".safetensors")]
         with ThreadPoolExecutor(8) as pool:
@@ -333,11 +336,18 @@ def _listed(name: HubName, hub: Any) -> dict[str, int]:
 
 
 def _model_files(name: HubName, listed: Iterable[str]) -> list[str]:
-    """Return the files to download: config, tokenizer and safetensors weights in the first level of the repository."""
+    """Return the files to download: config, tokenizer and safetensors weights in the first level of the repository.
+
+    For tokenizer.path there are no weights.
+    """
     top = [PurePosixPath(path) for path in listed if "/" not in path]
     names = [path.name for path in top if any(map(path.match, (*COMPANIONS, "*.safetensors")))]
     # Mistral's repositories have the weights a second time under this name.
     names = [file for file in names if not file.startswith("consolidated")]
+    if name.key == TOKENIZER:
+        if "tokenizer.json" not in names:
+            raise name.error("the repository has no tokenizer.json. Name the repository of a model that has one.")
+        return [file for file in names if not file.endswith(".safetensors")]
     if "config.json" not in names:
         raise name.error("the repository has no config.json. Name the repository of a transformers model.")
     if not any(file.endswith(".safetensors") for file in names):
@@ -362,6 +372,16 @@ def needed_code(config: bytes) -> str:
         return ""
     rule = f"its model_type={family} needs code of the folder (trust_remote_code), which Weft does not run."
     return f"{rule} Use a model of a family that transformers has."
+
+
+def downloaded_folder(text: str, key: str, *, weights: bool = True) -> str:
+    """Return the folder of a model's name on the hub, after downloading the files that the cache lacks.
+
+    For commands without a run, which would fix the commit. Other text is returned unchanged. Raises ConfigError as
+    `model_name`, `resolve` and `download` do.
+    """
+    name = model_name(text, key)
+    return text if name is None else str(download(resolve(name), weights=weights))
 
 
 def local_folder(path: str, key: str = "model.path") -> Path:

@@ -17,7 +17,7 @@ import weft
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.data.order.user_stream import StreamLoader, _count_parts
+from weft.data.order.user_stream import StreamLoader, count_parts
 from weft.errors import DataError, WeftWarning
 from weft.train.microbatches import from_loader
 
@@ -191,7 +191,7 @@ def test_parts_of_later_epochs_have_their_order():
 
 def test_parts_have_almost_equal_numbers_of_shards():
     counts = {(1024, 32): 32, (57, 32): 8, (6, 8): 2, (7, 32): 1, (31, 30): 30, (8, 4): 4, (5, 1): 1}
-    assert {pair: _count_parts(*pair) for pair in counts} == counts
+    assert {pair: count_parts(*pair) for pair in counts} == counts
 
 
 def test_uneven_ends_are_reported():

@@ -31,6 +31,15 @@ def model(seed: int = 0, **options: Any) -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(config).double()
 
 
+def adapted(model: transformers.PreTrainedModel) -> Any:
+    """Return the model with a LoRA of peft in float64."""
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
+    return peft.get_peft_model(model, config).double()
+
+
 def rows(count: int, seed: int = 1) -> list[dict[str, list[int]]]:
     """Return records of different lengths; a record's first tokens are not trained."""
     made = np.random.RandomState(seed)
@@ -148,15 +157,17 @@ def on_ranks(plan: str, folder: Path, num_rows: int = 22, trainer_class: Any = N
 
 def _train(
     kind: Any, folder: Path, num_rows: int, *, exact: bool = True, metrics: bool = False, resume: Any = None,
-    stream: bool = False, **options: Any,
+    stream: bool = False, evaluate_first: bool = False, lora: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     logs, plan = Losses(), {name: options.pop(name) for name in ("plan",) if name in options}
     trainer = kind(
-        model=model(), args=arguments(folder, **options), data_collator=collate,
+        model=adapted(model()) if lora else model(), args=arguments(folder, **options), data_collator=collate,
         train_dataset=Stream(rows(num_rows)) if stream else rows(num_rows), eval_dataset=rows(7, seed=2),
         compute_metrics=accuracy if metrics else None, compute_loss_func=exact_loss if exact else None,
         callbacks=[logs], **plan,
     )  # fmt: skip
+    if evaluate_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     run = getattr(trainer, "weft_run", None)
     if run is None:

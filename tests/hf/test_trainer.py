@@ -54,6 +54,11 @@ CASES = [
     ("dp_shard=2 zero=3", {"gradient_accumulation_steps": 4, "exact": False, **EVALUATED}),
     ("dp_replicate=2", {"train_sampling_strategy": "group_by_length"}),
     ("dp_shard=2 zero=2", {"stream": True, "max_steps": 3}),
+    # The stream ends within a step; transformers adds the gradients of its last batch to the next step.
+    (
+        "dp_shard=2 zero=3",
+        {"stream": True, "max_steps": 4, "gradient_accumulation_steps": 2, "evaluate_first": True},
+    ),
     ("tp=2", {"num_rows": 6, **EVALUATED}),
     ("cp=2", {"num_rows": 6, "exact": False, **EVALUATED}),
     # The last step of the epoch has fewer microbatches than the others.
@@ -62,7 +67,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "options"), CASES)
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        *CASES,
+        ("dp_shard=2 zero=3", {"lora": True, **EVALUATED}),
+        pytest.param("tp=2", {"lora": True, "num_rows": 6, **EVALUATED}, marks=pytest.mark.full),
+    ],
+)
 def test_trainer_equals_one_device(ranks2, tmp_path, plan, options):
     """The 9 samples are uneven: in the last step one data rank has 1 sample, and the other none."""
     options = {"num_train_epochs": 1, "num_rows": 9, **options}
@@ -155,6 +167,11 @@ def refused(plan: str, folder: Any, **options: Any) -> None:
         ("tp=2", {"bf16_full_eval": True}, "bf16_full_eval=True: with plan="),
         ("tp=2 sp=on", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: with plan="),
         ("cp=2", {"exact": True}, "cp=2: compute_loss_func shifts labels"),
+        (
+            "pp=2",
+            {"stream": True, "max_steps": 4, "gradient_accumulation_steps": 2, "num_rows": 6, "exact": False},
+            "train_dataset: the stream ends after 1 of the 2 microbatches",
+        ),
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(ranks2, tmp_path, plan, options, text):

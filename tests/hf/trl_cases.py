@@ -41,10 +41,14 @@ def texts(count: int, seed: int, longest: int = 12) -> list[str]:
     return [" ".join(made.choices(WORDS, k=made.randint(3, longest))) for _ in range(count)]
 
 
-def table(kind: str) -> Any:
-    """Return the records of a kind of trainer."""
+def table(kind: str, folder: Path | None = None) -> Any:
+    """Return the records of a kind of trainer. If a folder is given, ranks read them from it, with a common cache."""
     import datasets
 
+    if folder is not None:
+        if not folder.exists():
+            table(kind).save_to_disk(folder)
+        return datasets.load_from_disk(folder)
     prompts, first, second = texts(12, 1), texts(12, 2), texts(12, 3)
     if kind == "sft":
         return datasets.Dataset.from_dict({"text": texts(12, 1)})
@@ -75,7 +79,7 @@ def run(kind: str, source: Path, out: Path, batch: int, plan: str | None, **opti
     import transformers
     import trl
 
-    kind, is_adapted = kind.partition("-")[0], kind.endswith("-lora")
+    kind, _, variant = kind.partition("-")
     name, config = {
         "sft": ("SFTTrainer", "SFTConfig"), "dpo": ("DPOTrainer", "DPOConfig"),
         "reward": ("RewardTrainer", "RewardConfig"), "grpo": ("GRPOTrainer", "GRPOConfig"),
@@ -88,7 +92,7 @@ def run(kind: str, source: Path, out: Path, batch: int, plan: str | None, **opti
     trainer_class, extra, logs = getattr(trl, name), {}, Losses()
     if kind == "grpo":
         extra |= {"reward_funcs": letters, "rollout_func": complete}
-    if is_adapted:
+    if variant == "lora":
         extra["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     auto = transformers.AutoModelForSequenceClassification if kind == "reward" else transformers.AutoModelForCausalLM
     options = {"num_labels": 1} if kind == "reward" else {}
@@ -100,8 +104,9 @@ def run(kind: str, source: Path, out: Path, batch: int, plan: str | None, **opti
 
         trainer_class = weft.hf.use(trainer_class)
         extra["plan"] = plan
+    folder = source.with_name("table") if variant == "stored" else None
     trainer = trainer_class(
-        model=model, args=args, train_dataset=table(kind), processing_class=tokenizer, callbacks=[logs], **extra
+        model=model, args=args, train_dataset=table(kind, folder), processing_class=tokenizer, callbacks=[logs], **extra
     )
     trainer.train()
     if plan is None:

@@ -14,15 +14,17 @@ import torch
 
 from tests.hub_server import TOKEN, Hub, hub_server
 from weft import env
+from weft.cli.app import run as weft_command
 from weft.cli.train import _checked_message
 from weft.config.files import format_config, load_config
 from weft.data.text.source import find_files
-from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.text.tokenizer import Tokenizer, find_tokenizer_file, save_bytes_tokenizer
 from weft.errors import CommError, ConfigError, ModelError
 from weft.hub import HubName, download, local_data, local_folder, model_name, parse, resolve
 from weft.models.inspect import hugging_face
 from weft.train.folder import run_folder
-from weft.train.hub_names import download_all, is_resolved_from, resolved_config
+from weft.train.hub_names import download_all, resolved_config
+from weft.train.tasks.registry import find_task
 
 transformers = pytest.importorskip("transformers")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -360,13 +362,89 @@ def test_a_run_keeps_the_commit_of_its_first_command(hub: Hub, monkeypatch):
         (config.model.path, True), (f"hf://org/M@v1?commit={first}", True), ("hf://org/N", False), ("org", False)
     ):  # fmt: skip
         settled = own.model_copy(update={"model": own.model.model_copy(update={"path": text})})
-        assert is_resolved_from(own, settled) is same, text
         said = {"path": str(run_folder(own).path), "texts": {"config.toml": format_config(settled)}}
         if same:
             assert _checked_message(json.dumps(said).encode(), own)["config"].model.path == text
         else:
             with pytest.raises(CommError, match="another model"):
                 _checked_message(json.dumps(said).encode(), own)
+
+
+def tiny_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a random Llama with a tokenizer of bytes."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 264, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(folder / "tiny")
+    save_bytes_tokenizer(folder / "bytes")
+    files = {file.name: file.read_bytes() for file in (folder / "tiny").iterdir()}
+    return {**files, "tokenizer.json": Tokenizer.load(folder / "bytes").library_json().encode()}
+
+
+def test_tokenizers_are_names_too(hub: Hub, tmp_path):
+    files = tiny_files(tmp_path)
+    tokens = {"tokenizer.json": files["tokenizer.json"]}
+    first = hub.model("org/tokens").commit(tokens)
+    hub.model("org/tokens").commit({**tokens, "model.safetensors": b"not read"}, "v2")
+    hub.model("org/none").commit({"config.json": QWEN})
+
+    def config_of(path: str):
+        return resolved_config(load_config(None, ["tokenizer.kind=file", f"tokenizer.path={path}"]).config)
+
+    config, newer = config_of("org/tokens"), config_of("org/tokens@v2")
+    assert config.tokenizer.path == f"hf://org/tokens?commit={first}"
+    download_all(config)
+    assert find_tokenizer_file(config.tokenizer.path).read_bytes() == files["tokenizer.json"]
+    download_all(newer)
+    assert not (local_folder(newer.tokenizer.path) / "model.safetensors").exists()
+    assert "the repository has no tokenizer.json." in message(download_all, config_of("org/none"))
+    assert config_of("org/tokens/tokenizer.json").tokenizer.path == "org/tokens/tokenizer.json"  # a file
+
+
+def test_teachers_are_names_too(hub: Hub, tmp_path):
+    commit = hub.model("org/tiny").commit(tiny_files(tmp_path))
+    words = ["task.name=distill", "model.path=org/tiny", "task.options.teacher=org/tiny"]
+    typed = load_config(None, words).config
+    config = resolved_config(typed, run_folder(typed))
+    assert config.task.options == {"teacher": f"hf://org/tiny?commit={commit}"}
+    download_all(config)
+    assert find_task(config)._teacher.folder == local_folder(config.model.path)
+    # Another task may have an option of that name with another meaning.
+    other = load_config(None, ["task.name=file.py:Own", "task.options.teacher=org/tiny"]).config
+    assert resolved_config(other) == other
+    # Rank 0 may add commits to names, and nothing else.
+    said = {"path": str(run_folder(typed).path), "texts": {"config.toml": format_config(config)}}
+    assert _checked_message(json.dumps(said).encode(), typed)["config"].task == config.task
+    changed = config.task.model_copy(update={"options": {"teacher": f"hf://org/other?commit={commit}"}})
+    said["texts"] = {"config.toml": format_config(config.model_copy(update={"task": changed}))}
+    with pytest.raises(CommError, match="another task"):
+        _checked_message(json.dumps(said).encode(), typed)
+
+
+def test_commands_take_names(hub: Hub, tmp_path, monkeypatch, capfd):
+    """The same names offline give the same output, without a request."""
+    repo, run = hub.model("org/tiny"), weft_command
+    first = repo.commit(tiny_files(tmp_path), "main", "v1")
+    lines = [
+        ["layout", "org/tiny@v1"],
+        ["generate", "org/tiny", "--prompt", "a", "--max-tokens", "2", "--temperature", "0"],
+        ["verify", "--model", "hf://org/tiny", "--plan", "dp_replicate=1", "--steps", "1"],
+    ]
+    before = []
+    for line in lines:
+        assert run(line) == 0, line
+        before.append(capfd.readouterr().out)
+    snapshot = local_folder(f"hf://org/tiny?commit={first}")
+    assert (snapshot / "model.safetensors").exists()
+    repo.commit({"config.json": QWEN}, "other")
+    hub.requests.clear()
+    go_offline(monkeypatch)
+    for line, text in zip(lines[:2], before, strict=False):
+        assert run(line) == 0, line
+        assert capfd.readouterr().out == text
+    assert not hub.requests
+    assert run(["generate", "org/nothing"]) == 2
+    assert "RUN=org/nothing: there is no such folder, HF_HUB_OFFLINE is set" in " ".join(capfd.readouterr().err.split())
 
 
 def weft(home: Path, *words: str, by_torchrun: bool = False, **variables: str) -> tuple[int, str]:
@@ -380,13 +458,7 @@ def weft(home: Path, *words: str, by_torchrun: bool = False, **variables: str) -
 
 
 def test_a_private_model_and_data_set_train_and_resume_offline(hub: Hub, tmp_path, monkeypatch):
-    torch.manual_seed(0)
-    shape = {"vocab_size": 264, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-             "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(tmp_path / "tiny")
-    save_bytes_tokenizer(tmp_path / "bytes")
-    files = {file.name: file.read_bytes() for file in (tmp_path / "tiny").iterdir()}
-    files["tokenizer.json"] = Tokenizer.load(tmp_path / "bytes").library_json().encode()
+    files = tiny_files(tmp_path)
     repo, rows = hub.model("org/tiny"), hub.dataset("o/n")
     first = repo.commit(files)
     rows.commit({"train/a.jsonl": b"".join(b'{"body": "warp and weft %d"}\n' % n for n in range(40))})

@@ -18,6 +18,7 @@ from weft.checkpoint.object_store import Location, StorePath, located
 from weft.checkpoint.targets import target_at
 from weft.cli.console import print_line, seconds_of, table
 from weft.errors import CheckpointError, ConfigError, nearest_name
+from weft.hub import downloaded_folder
 from weft.train.folder import RunFolder
 from weft.units import counted, format_bytes
 
@@ -290,8 +291,8 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
     group: Annotated[str, typer.Option(help="model, or ema if a script saved one.")] = "model",
     like: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a Hugging Face model: write a folder of the same form, with its tokenizer."),
+        str | None,
+        typer.Option(help="Hugging Face folder or OWNER/NAME: write a folder of the same form, with its tokenizer."),
     ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge an adapter into its base and write the full model.")
@@ -310,7 +311,8 @@ def export(
     folder = folder_of("FOLDER", out)
     opened = load_checkpoint(one_of(run if step is None else f"{run}@{step}"), verify=True)
     trained = None if own_names or like is not None or group != "model" else _trained(run)
-    files = export_weights(opened, folder, group=group, dtype=dtype, like=like, run=trained, merged=merge)
+    base = Path(downloaded_folder(like, "--like")) if like is not None else None
+    files = export_weights(opened, folder, group=group, dtype=dtype, like=base, run=trained, merged=merge)
     print_line(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
 
 

@@ -180,12 +180,17 @@ def _sequences(
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
     from weft.data.order.loader import view_sample
     from weft.data.order.stream import SampleStream
+    from weft.data.store.prepare import cache_folder
+    from weft.data.store.streamed import StreamedSequences
 
     sources = prepared.train if split == "train" else prepared.eval
-    stream = SampleStream(
-        sources, seed=config.seed, seq_len=config.train.seq_len, packing=config.data.packing,
-        borders=config.data.borders, shuffle=split == "train",
-    )  # fmt: skip
+    if is_streamed := split == "train" and config.data.stream:
+        stream = StreamedSequences(prepared, config, cache_folder(config.data))
+    else:
+        stream = SampleStream(
+            sources, seed=config.seed, seq_len=config.train.seq_len, packing=config.data.packing,
+            borders=config.data.borders, shuffle=split == "train",
+        )  # fmt: skip
 
     def views() -> Iterator[tuple[str, SampleView]]:
         for index in which:
@@ -193,7 +198,7 @@ def _sequences(
             view = view_sample(sample, prepared.tokenizer)
             yield f"sample {index}: {sources[sample.source].name}, epoch {sample.epoch}, {_counts(view)}", view
 
-    return f"{stream.num_sequences} sequences per epoch", views()
+    return "a stream" if is_streamed else f"{stream.num_sequences} sequences per epoch", views()
 
 
 def _answers(

@@ -16,6 +16,7 @@ from weft import env
 from weft.cli.ckpt import ONE_HELP, one_of
 from weft.cli.console import print_line, table
 from weft.errors import ConfigError, MissingExtra, did_you_mean
+from weft.hub import downloaded_folder, is_hub_text
 
 if TYPE_CHECKING:
     from weft.checkpoint.load import Checkpoint
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 def generate(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/quickstart, or a Hugging Face folder.")
+        str, typer.Argument(metavar="RUN", help="Folder such as runs/quickstart, a Hugging Face folder or OWNER/NAME.")
     ],
     prompt: Annotated[
         str | None,
@@ -63,15 +64,16 @@ def generate(
     if messages is not None and (chat or prompt is not None):
         raise ConfigError(f"--messages={messages}: the file is the conversation. Leave out --prompt and --chat.")
     turns, tools = _read_messages(messages) if messages is not None else ([], "")
-    if not (run / "config.json").is_file() or (run / "config.toml").is_file():
-        refuse_no_run(run)
+    folder = _folder_of(run)
+    if not (folder / "config.json").is_file() or (folder / "config.toml").is_file():
+        refuse_no_run(folder)
     elif step is not None:
         raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
     from weft.config.run_config import SampleSection
     from weft.train.tasks.generation import open_text_model, sample_text
 
     section = SampleSection(prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k)
-    stops, model = tuple(stop or ()), open_text_model(run, step)
+    stops, model = tuple(stop or ()), open_text_model(folder, step)
     if chat:
         _converse(model, _system(system), prompt, section, seed, stops)
     elif turns:
@@ -86,6 +88,12 @@ def generate(
     else:
         text = model.first_prompt().words if prompt is None else prompt
         print(text + model.continue_text(text, section, seed, stops))
+
+
+def _folder_of(run: str) -> Path:
+    """Return the folder of a run or a model. In a folder that exists, such as runs, a missing one is no hub name."""
+    is_name = is_hub_text(run) or not Path(run).parent.is_dir()
+    return Path(downloaded_folder(run, "RUN") if is_name else run)
 
 
 def _system(text: str) -> list[Turn]:

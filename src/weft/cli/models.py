@@ -9,12 +9,16 @@ import typer
 
 from weft.config.model_spec import ModelSpec, named_sizes
 from weft.errors import ModelError, did_you_mean
+from weft.hub import downloaded_folder
 from weft.units import format_count
 
 
 def layout(
     model: Annotated[
-        str, typer.Argument(help="A size such as llama3-8b, a Hugging Face config folder, or package.module:function.")
+        str,
+        typer.Argument(
+            help="A size such as llama3-8b, a Hugging Face folder or OWNER/NAME, or package.module:function."
+        ),
     ],
     save: Annotated[Path | None, typer.Option(help="Write the layout to this file, for editing.")] = None,
     tp: Annotated[int, typer.Option(help="Check that the model can be split over this many ranks.")] = 0,
@@ -62,7 +66,7 @@ def build_model(name: str) -> tuple[Any, Any]:
 
             built, rest = call_function(name)
             return built, rest[0] if rest and not callable(rest[0]) else None
-        folder = Path(name)
+        folder = Path(downloaded_folder(name, "model", weights=False))
         if name not in model_names() and ((folder / "config.json").exists() or folder.name == "config.json"):
             return hugging_face.model_of_config(hugging_face.load_model_config(folder)), None
         return _from_size(name), None

@@ -21,6 +21,7 @@ from weft.config.model_spec import size_hides
 from weft.config.parsing import MODEL_CODE
 from weft.config.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem, WeftError
+from weft.hub import downloaded_folder
 from weft.planner.measured.corrections import learn, lesson_words
 from weft.planner.measured.machine_profile import default_path, load_profile
 from weft.planner.report import scenario
@@ -319,6 +320,7 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
 
         found = trace(model)
     else:
+        model = downloaded_folder(model, "model", weights=False)
         try:
             found = read_model(model)
         except UnknownFamily:

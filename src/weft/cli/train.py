@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 #: Seconds that other ranks wait before they report an error, because rank 0 probably reports it too.
 _FIRST_WORD_S = 3.0
 
-#: Config sections that rank 0's message must not change, because they select the code to run and the files to write.
-#: Of the model, it may only add the commit of a name on the hub.
-_OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint")
+#: Config sections that rank 0's message must not change, because they select the code to run and the files to read and
+#: write. It may only add the commits of models on the hub.
+_OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint", "model")
 
 
 def train(
@@ -219,7 +219,7 @@ def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
     """
     from weft.config.files import parse_config
     from weft.train.folder import run_folder
-    from weft.train.hub_names import is_resolved_from
+    from weft.train.hub_names import without_commits
 
     said: Any = None
     with suppress(ValueError, RecursionError):
@@ -230,8 +230,8 @@ def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
     if isinstance(texts, dict) and all(isinstance(one, str) for one in texts.values()):
         settled = parse_config(texts.get("config.toml", ""), "config.toml").config
         own_path = str(run_folder(config).path)
-        differ = [key for key in _OF_THE_COMMAND if getattr(settled, key) != getattr(config, key)]
-        differ += [] if is_resolved_from(config, settled) else ["model"]
+        said_first = without_commits(settled, config)
+        differ = [key for key in _OF_THE_COMMAND if getattr(said_first, key) != getattr(config, key)]
         if said.get("path") == own_path and not differ:
             return {"path": own_path, "texts": texts, "config": settled}
     else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: Exit code if no plan could be verified.
 PROVED_NOTHING = 3
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
-_MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder, or package.module:function."
+_MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder or OWNER/NAME, or package.module:function."
 _PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default the plan of run.toml.'
 _FULL_HELP = "With --all: try every combination of settings instead of each layout once and all pairs of settings."
 _SAMPLE_HELP = "With --all: try at most this many plans, drawn at random with --seed."

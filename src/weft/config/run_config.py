@@ -180,6 +180,10 @@ class DataSection(Section):
     """Sources for evaluation. If empty, Weft holds out the share `holdout` of the training documents."""
     holdout: Fraction = 0.02
     """Share of training documents kept for evaluation when `eval` is empty, chosen by document content."""
+    stream: bool = False
+    """Tokenize each file of `train` shortly before it is trained on, and delete its tokens afterwards, instead of all
+    files before the first step: for data larger than the disk's free space or the patience. Files are shuffled, and
+    the sequences inside a file. It needs one source of jsonl, json, csv or parquet files, and train.steps."""
     packing: Literal["concat", "fit", "pad"] | None = None
     """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one document
     per sequence. By default fit for chats, instructions and completions, concat for text and ids."""

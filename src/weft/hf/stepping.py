@@ -21,8 +21,8 @@ from weft.train.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 from weft.train.step.update import StepMetrics
 
-#: Entry of a microbatch with the factor of its loss, a 0-d tensor.
-_SHARE = "weft_share"
+#: Entries of a microbatch: the factor of its loss, a 0-d tensor, and the number of items in its step, if they count.
+_SHARE, _ITEMS = "weft_share", "weft_items"
 
 
 class TrainerBatches:
@@ -92,6 +92,8 @@ class TrainerStep:
     def __init__(self, trainer: Any, optimizer: torch.optim.Optimizer):
         self._trainer, self._mesh = trainer, trainer.weft_run.mesh
         self._inputs: list[Any] = []
+        #: Microbatches of a step within which a stream ended, their sample numbers, and the number of samples.
+        self._early: tuple[list[Any], list[range], int] = ([], [], 0)
         self._items: Any = None
         self._is_counted = False
         self._is_scaled: bool | None = None
@@ -104,7 +106,11 @@ class TrainerStep:
     def add(self, inputs: Any, num_items: Any) -> torch.Tensor:
         """Add a microbatch whose tensors are on the device, and return zero.
 
-        At the last microbatch of the step, compute the gradients and return the loss of the step.
+        At the last microbatch of the step, compute the gradients and return the loss of the step. If a stream without
+        a length ends within a step, its microbatches count in the next step, as in transformers.
+
+        Raises:
+            DataError: if that happens under pp, whose steps have a fixed number of microbatches.
         """
         batches, device = self._trainer._weft_batches, self._mesh.device
         self._inputs.append(inputs)
@@ -119,13 +125,27 @@ class TrainerStep:
             covers_step |= trainer.model_accepts_loss_kwargs and num_items is not None
         if not covers_step:
             shares = [share / trainer.current_gradient_accumulation_steps for share in shares]
-        while self._mesh.plan.pp > 1 and len(inputs) < self._mesh.plan.microbatches_per_step:
+        is_early, plan = not trainer.accelerator.sync_gradients, self._mesh.plan
+        if is_early and plan.pp > 1:
+            raise DataError(
+                f"train_dataset: the stream ends after {batches.count} of the {plan.microbatches_per_step} "
+                f"microbatches of a step, and pp={plan.pp} runs full steps. Use a stream with a multiple of "
+                f"{plan.microbatches_per_step} batches, or one without an end."
+            )
+        while plan.pp > 1 and len(inputs) < plan.microbatches_per_step:
             inputs, samples, shares = [*inputs, inputs[0]], [*samples, range(0)], [*shares, 0.0]
+        counted = {} if num_items is None else {_ITEMS: torch.as_tensor(num_items, device=device)}
         marked = [
-            {**self._unsharded(one), _SHARE: torch.tensor(share, dtype=torch.float64, device=device)}
+            {**self._unsharded(one), _SHARE: torch.tensor(share, dtype=torch.float64, device=device), **counted}
             for one, share in zip(inputs, shares, strict=True)
         ]
-        self.metrics = self.step.compute(Microbatches(marked, samples, total=batches.total, any_number=True))
+        early, numbers, first = self._early
+        marked, total = [*early, *marked], first + batches.total
+        samples = [*numbers, *(range(one.start + first, one.stop + first) for one in samples)]
+        self._early = (marked, samples, total) if is_early else ([], [], 0)
+        if is_early:
+            return torch.zeros((), device=device)
+        self.metrics = self.step.compute(Microbatches(marked, samples, total=total, any_number=True))
         return torch.tensor(self.metrics.loss, device=device)
 
     def apply(self) -> StepMetrics:
@@ -151,9 +171,9 @@ class TrainerStep:
         return found
 
     def _forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
-        inputs = {name: value for name, value in batch.items() if name != _SHARE}
+        inputs = {name: value for name, value in batch.items() if name not in (_SHARE, _ITEMS)}
         with self._trainer.compute_loss_context_manager():
-            return self._trainer.compute_loss(model, inputs, num_items_in_batch=self._items)
+            return self._trainer.compute_loss(model, inputs, num_items_in_batch=batch.get(_ITEMS))
 
     def _loss(self, output: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
         loss = output.mean() * batch[_SHARE].to(output.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.collectives import gather_json
 from weft.comm.mesh import leave_unusable_group
@@ -28,6 +29,7 @@ from weft.hf.arguments import check_arguments, check_model, check_shards, plan_o
 from weft.hf.fused_head import replace_fused_head
 from weft.hf.gathering import DataGather
 from weft.hf.loading import rank_loader
+from weft.hf.reference import precompute_reference
 from weft.hf.stepping import StepOptimizer, TrainerBatches, TrainerStep, predict_in_pipeline
 
 #: Methods of transformers' Trainer that the subclass replaces. Other releases have others.
@@ -244,6 +246,10 @@ class PlannedTrainer(transformers.Trainer):
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._weft_parallelize()
         if self._weft_step is None:
+            model: Any = self.model
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # an evaluation leaves gathered parameters, and the optimizer needs the shards
             self.create_optimizer()
             assert self.optimizer is not None
             self._weft_step = TrainerStep(self, self.optimizer)
@@ -370,4 +376,7 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
             self._weft_plan = plan
             super().__init__(*args, **kwargs)
 
-    return Planned
+    planned: Any = Planned
+    if hasattr(kind, "_precompute_ref_logps"):
+        planned._precompute_ref_logps = functools.partialmethod(precompute_reference, kind._precompute_ref_logps)
+    return planned

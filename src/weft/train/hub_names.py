@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -11,6 +11,27 @@ from weft.config.run_config import RunConfig, SourceSection
 from weft.config.sections import ColumnPart
 from weft.errors import did_you_mean
 from weft.train.folder import RunFolder
+
+#: Settings that name a model: its folder, or a name on the hub.
+_MODELS = ("model.path", hub.TOKENIZER, "task.options.teacher")
+
+
+def _model_at(config: RunConfig, key: str) -> hub.HubName | None:
+    """Return the name on the hub at one of `_MODELS`, or None if there is a path or nothing."""
+    found: Any = config if not key.startswith("task.") or config.task.name == "distill" else {}
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else getattr(found, part)
+        if found is None:
+            return None
+    return hub.model_name(found, key) if isinstance(found, str) else None
+
+
+def _with_value(section: Any, path: Sequence[str], value: str) -> Any:
+    """Return a section, or the options of a task, with another value at a path of keys."""
+    key, *rest = path
+    if isinstance(section, Mapping):
+        return {**section, key: value}
+    return section.model_copy(update={key: _with_value(getattr(section, key), rest, value) if rest else value})
 
 
 def resolved_config(config: RunConfig, folder: RunFolder | None = None) -> RunConfig:
@@ -42,10 +63,9 @@ def resolved_config(config: RunConfig, folder: RunFolder | None = None) -> RunCo
         equal = next((old.revision for old in same if old.commit == found.commit), found.revision)
         return replace(found, revision=equal)
 
-    name = hub.model_name(config.model.path)
-    if name is not None:
-        model = config.model.model_copy(update={"path": commit_of(name).format()})
-        config = config.model_copy(update={"model": model})
+    for key in _MODELS:
+        if (name := _model_at(config, key)) is not None:
+            config = _with_value(config, key.split("."), commit_of(name).format())
     data: dict[str, Any] = {}
     for split in ("train", "eval"):
         sources: tuple[SourceSection, ...] = getattr(config.data, split)
@@ -69,8 +89,9 @@ def _with_commit(source: SourceSection, key: str, commit_of: Callable[[hub.HubNa
 
 def _names(config: RunConfig) -> Iterator[hub.HubName]:
     """Yield the names on the hub in a config."""
-    if (name := hub.model_name(config.model.path)) is not None:
-        yield name
+    for key in _MODELS:
+        if (name := _model_at(config, key)) is not None:
+            yield name
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
             if hub.is_hub_text(source.path):
@@ -97,11 +118,12 @@ def download_all(
             show(f"{name.key}: {name.repo} at commit {name.commit[:12]} of the hub, in {folder}")
 
 
-def is_resolved_from(config: RunConfig, received: RunConfig) -> bool:
-    """Return True if `received` has the model of `config`, with any commit if `config` names no commit."""
-    asked, found = hub.model_name(config.model.path), hub.model_name(received.model.path)
-    if asked is None or found is None:
-        return config.model == received.model
-    if asked.commit and asked.commit != found.commit:
-        return False
-    return asked.repo == found.repo and config.model.model_copy(update={"path": received.model.path}) == received.model
+def without_commits(received: RunConfig, config: RunConfig) -> RunConfig:
+    """Return `received` with the names of models in `config`, where it adds only a commit to them."""
+    for key in _MODELS:
+        asked, found = _model_at(config, key), _model_at(received, key)
+        if asked is None or found is None:
+            continue
+        if asked.repo == found.repo and asked.commit in ("", found.commit):
+            received = _with_value(received, key.split("."), asked.text)
+    return received

@@ -31,6 +31,7 @@ from weft.config.run_config import RunConfig
 from weft.config.sections import OptimizerSection
 from weft.data.batches import map_tensors
 from weft.errors import ConfigError, ModelError
+from weft.hub import downloaded_folder, is_hub_text
 from weft.models.initialize import BATCH_NORMS
 from weft.models.inspect import dry_run, hugging_face
 from weft.models.inspect.dry_run import call_function
@@ -38,6 +39,7 @@ from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.train.data_share import Share
 from weft.train.folder import RunFolder
+from weft.train.hub_names import download_all, resolved_config
 from weft.train.microbatches import Microbatches, call_model
 from weft.train.tasks.base import Task
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
@@ -411,7 +413,8 @@ def find_subject(source: str, settings: Settings) -> Subject:
     """
     path = Path(source)
     if path.suffix == ".toml":
-        config = load_config(path).config
+        config = resolved_config(load_config(path).config)
+        download_all(config)
         if config.task.name is not None or config.model.path:
             maker = f"the task {config.task.name}" if config.task.name else f"model.path={config.model.path}"
             _refuse_reduction(maker, settings)
@@ -424,6 +427,8 @@ def find_subject(source: str, settings: Settings) -> Subject:
         shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
         shape = reduced(shape, settings)
         return Subject(source, "decoder", settings, shape, config.optimizer, config.plan, layout_of(config))
+    source = downloaded_folder(source, "model", weights=False) if ":" not in source or is_hub_text(source) else source
+    path = Path(source)
     if path.is_dir() and source not in model_names():
         if not (path / "config.json").is_file():
             raise ModelError(f"model={source}: the folder has no config.json. Give the folder of a Hugging Face model.")

@@ -341,6 +341,26 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         ),
     ),
     ConfigRule(
+        name="stream-without-epochs",
+        keys=("data.stream", "train.epochs"),
+        reason="The number of samples of a stream is not known before its end.",
+        predicate=lambda config: config.data.stream and config.train.epochs is not None,
+        message=lambda config: (
+            f"true: train.epochs={config.train.epochs:g} needs the number of samples, which a stream does not have "
+            "before its end. Use train.steps."
+        ),
+    ),
+    ConfigRule(
+        name="stream-of-one-source",
+        keys=("data.stream", "data.train"),
+        reason="A stream has one order of files.",
+        predicate=lambda config: config.data.stream and len(config.data.train) > 1,
+        message=lambda config: (
+            f"true: data.train has {len(config.data.train)} sources, and a stream reads one. Give one folder or glob, "
+            "or leave data.stream out."
+        ),
+    ),
+    ConfigRule(
         name="tokenizer-path-given",
         keys=("tokenizer.path", "tokenizer.kind"),
         reason="A saved tokenizer needs its path.",

@@ -385,6 +385,7 @@ class Rows:
 
     @classmethod
     def empty(cls, num_rows: int, seq_len: int, *, weighted: bool = False) -> Rows:
+        """Return arrays with arbitrary values. `weighted`: with label weights of 0."""
         ids, labels, positions, documents = (np.empty((num_rows, seq_len), np.int64) for _ in range(4))
         weights = np.zeros((num_rows, seq_len), np.float32) if weighted else None
         return cls(ids, labels, positions, documents, weights)

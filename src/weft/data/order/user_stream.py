@@ -63,7 +63,7 @@ class StreamLoader:
         self._as_batch, self._total, self._num_workers = as_batch, total, num_workers
         self._global_batch, self._dp_rank, self._dp_size = global_batch, dp_rank, dp_size
         most = getattr(source, "num_shards", 1) if callable(getattr(source, "shard", None)) else 1
-        num_parts = _count_parts(most, global_batch)
+        num_parts = count_parts(most, global_batch)
         self._numbers = shares.microbatch_samples(global_batch, dp_size, num_microbatches, dp_rank)
         size = global_batch // num_parts
         own: dict[int, list[int]] = {}
@@ -130,7 +130,7 @@ class StreamLoader:
         self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
 
 
-def _count_parts(num_shards: int, global_batch: int) -> int:
+def count_parts(num_shards: int, global_batch: int) -> int:
     """Return the largest divisor of the global batch for which equal parts use at least 95 % of the shards."""
     counts = range(min(num_shards, global_batch), 0, -1)
     return next(n for n in counts if global_batch % n == 0 and 20 * (num_shards // n * n) >= 19 * num_shards)

@@ -26,6 +26,7 @@ from weft.data.store.prepared import (
 )
 from weft.data.text.documents import ALL_DRAWS
 from weft.data.text.schema import Schema
+from weft.data.text.source import FileSet
 from weft.data.text.tokenize import QUARANTINE, Report, split_of
 from weft.data.text.tokenizer import Tokenizer
 from weft.data.token_files import SplitCounts, SplitReader
@@ -311,10 +312,14 @@ def prepare_data(config: RunConfig, report: Report | None = None, *, preferences
             "Give every source of data.train a weight, or none."
         )
     notes: list[str] = []
+    every = [wanted.files for wanted in train]
+    if data.stream:
+        train = [_first_file(wanted) for wanted in train]
     if holdout > 0:
         train, notes = resolve_holdout(train)
     try:
-        return _prepare(config, cache, train, evaluation, notes, report)
+        found = _prepare(config, cache, train, evaluation, notes, report)
+        return _with_files(found, train[0], every[0]) if data.stream else found
     except OSError as error:
         raise DataError(
             f"data.cache_dir={cache}: cannot be used ({error.strerror or error}). "
@@ -369,6 +374,24 @@ def _prepare(
                 "data.eval, or leave the patience out."
             )
     return PreparedData(train_sources, eval_sources, tokenizer_dir, tokenizer.vocab_size, summary)
+
+
+def _first_file(wanted: RequestedSource) -> RequestedSource:
+    if wanted.files.format == "text":
+        raise DataError(
+            f"data.stream=true: the files of {wanted.files.path} are texts, one document each, and a stream reads "
+            "files of many records. Use jsonl or parquet, or leave data.stream out."
+        )
+    return replace(wanted, files=replace(wanted.files, files=wanted.files.files[:1]))
+
+
+def _with_files(data: PreparedData, first: RequestedSource, every: FileSet) -> PreparedData:
+    """Return the data of a stream's first file with the list of all files."""
+    files = [[str(file.path), file.size_bytes] for file in every.files]
+    streamed = {"files": files, "holdout": first.limits.holdout, "schema": first.schema.to_dict()}
+    size = f"{counted(len(files), 'file')} and {format_bytes(every.size_bytes)}"
+    summary = [*data.summary, f"{every.path}: a stream of {size}, of which the first file is tokenized now"]
+    return replace(data, train=(replace(data.train[0], streamed=streamed),), summary=summary)
 
 
 def cache_folder(data: DataSection) -> Path:

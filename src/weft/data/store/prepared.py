@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,8 @@ class PreparedSource:
         counts: files and counts of the split.
         packing: packing of documents into sequences.
         kind: kind of its records, as in `Schema`.
+        streamed: for data.stream, which tokenises only the first file: [path, bytes] of all files, the holdout and the
+            schema of their records, as JSON values.
     """
 
     name: str
@@ -62,6 +65,7 @@ class PreparedSource:
     counts: SplitCounts
     packing: str = "concat"
     kind: str = ""
+    streamed: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -77,9 +81,9 @@ class PreparedSource:
     def content(self) -> str:
         """Digest of the stored tokens, independent of their folder and of the file names."""
         files = sorted((name, digest) for name, (_, digest) in self.counts.files.items())
-        return key_of(
-            files, self.counts.dtype, self.pad_id, self.end_id, *map(list, filter(None, [self.counts.weights]))
-        )
+        names = [[Path(name).name, size] for name, size in self.streamed["files"]] if self.streamed else []
+        more = [list(one) for one in (self.counts.weights, names) if one]
+        return key_of(files, self.counts.dtype, self.pad_id, self.end_id, *more)
 
     def __str__(self) -> str:
         documents = counted(self.num_documents, "document")
@@ -297,7 +301,7 @@ def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[
         if report is not None and files.size_bytes > _TOLD_BYTES:
             report(f"read {files.path}", done, files.size_bytes)
     known.parent.mkdir(parents=True, exist_ok=True)
-    draft = known.with_name(f".{known.name}.{os.getpid()}")
+    draft = known.with_name(f".{known.name}.{os.getpid()}-{threading.get_ident()}")
     draft.write_text(json.dumps(digests), "utf-8")
     os.replace(draft, known)
     return digests

@@ -37,6 +37,7 @@ from weft.data.text.tokenizer_limits import bounded
 from weft.data.text.turns import Turn
 from weft.errors import DataError
 from weft.files import read_regular
+from weft.hub import TOKENIZER, local_folder
 
 _END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>", "[SEP]")
 _BEGIN_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]")
@@ -323,7 +324,7 @@ def find_tokenizer_file(path: str) -> Path:
     Raises:
         DataError: if there is no such file.
     """
-    place = Path(path).expanduser()
+    place = local_folder(path, TOKENIZER)
     found = place / "tokenizer.json" if place.is_dir() else place
     if not path or not found.is_file():
         raise DataError(

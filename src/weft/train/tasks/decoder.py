@@ -20,8 +20,9 @@ from weft.config.run_config import RunConfig
 from weft.config.traced_model import Limit
 from weft.data.order.stream import SampleStream
 from weft.data.store.data_prompt import first_prompt
-from weft.data.store.prepare import check_trainable, prepare_data
+from weft.data.store.prepare import cache_folder, check_trainable, prepare_data
 from weft.data.store.prepared import PreparedData
+from weft.data.store.streamed import StreamedSequences
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import DataError
 from weft.train.data_share import Batches, Share
@@ -57,7 +58,7 @@ class DecoderTask(ModelTask):
     sections = ("model", "tokenizer", "data", "sample", "train.seq_len")
     # Data and saved tokenizers are compared by content, not by path. `prepare` checks them.
     identity = ("model", "tokenizer.kind", "tokenizer.vocab_size", "tokenizer.train_bytes", "tokenizer.add_tokens",
-                "data.holdout", "data.borders", "train.seq_len")  # fmt: skip
+                "data.holdout", "data.borders", "data.stream", "train.seq_len")  # fmt: skip
 
     #: True if the task trains on preference data.
     learns_preferences = False
@@ -341,6 +342,8 @@ class TokenData:
     def stream(self, split: str) -> SampleStream:
         """Return the sequences of "train" in training order, or those of "eval" in the order of the files."""
         config = self._config
+        if split == "train" and config.data.stream:
+            return StreamedSequences(self.data, config, cache_folder(config.data))
         return SampleStream(
             self.data.train if split == "train" else self.data.eval,
             seed=config.seed,

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from weft.config.traced_model import Limit
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import ConfigError
+from weft.hub import local_folder
 from weft.models.decoder import as_shapes
 from weft.models.inspect import hugging_face
 from weft.parallel.layers.documents import call_in_documents
@@ -169,7 +170,7 @@ class DistillTask(DecoderTask):
             raise _wrong_option("mix", mix, "it is a share from 0 to 1. Use 0.5.")
         if top_k < 0:
             raise _wrong_option("top_k", top_k, "it is a number of entries, or 0 for all. Use 0.")
-        self._teacher = Teacher(Path(teacher).expanduser())
+        self._teacher = Teacher(local_folder(teacher, "task.options.teacher"))
         self._settings = {"temperature": float(temperature), "mix": float(mix), "top_k": top_k}
         self._forwards: Forwards | None = None
 

@@ -62,6 +62,9 @@ def find_task(config: RunConfig) -> Task:
     if config.data.workers is not None and "data.workers" not in task.sections:
         rule = f"data.workers={config.data.workers}: only tasks on images and audio read it. Leave it out."
         raise ConfigError([Problem("data.workers", rule)])
+    if config.data.stream and getattr(task, "learns_preferences", False):
+        rule = f"data.stream=true: {_named(config)} reads all of its data before the first step. Leave it out."
+        raise ConfigError([Problem("data.stream", rule)])
     if config.data.cache_features and "data.cache_features" not in task.sections:
         rule = f"data.cache_features=true: {_named(config)} has no encoder to keep anything of; caption and contrast do"
         raise ConfigError([Problem("data.cache_features", f"{rule}. Leave it out.")])
