@@ -80,7 +80,7 @@ LAYER_RULES: tuple[Rule, ...] = (
     Rule(
         name="tiles-are-recomputed",
         field="mlp_tiles",
-        reason="Backward recomputes tiles as a whole. Other policies, and compile=on, choose products to save.",
+        reason="Backward recomputes tiles as a whole, and other policies and compile=on choose products to save.",
         predicate=lambda plan, facts: (
             plan.mlp_tiles > 1 and (plan.compile or plan.recompute_policy in ("selective", "budget"))
         ),

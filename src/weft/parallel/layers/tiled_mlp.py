@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ModelError
+from weft.errors import ModelError, PlanError
 from weft.memory.policy import Policy, run_block
 from weft.models.decoder import GeluFFN, SwiGLU
 from weft.models.inspect.blocks import class_before, repeated_blocks, replace_class
 from weft.parallel.dropout.by_position import FunctionalDropout
+from weft.parallel.random.streams import ShardPosition
+from weft.parallel.tensor.sharded_modules import RowLinear
 
 _FULL = Policy("full")
 
@@ -28,9 +30,15 @@ class TiledMLP(nn.Module):
     """
 
     _weft_tiles: int
+    _weft_part: ShardPosition | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the output for x (..., tokens, features)."""
+        if self._weft_part is not None and self._weft_part.padding:
+            raise PlanError(
+                f"mlp_tiles={self._weft_tiles}: sp=on pads this batch, whose number of tokens is not a multiple of tp, "
+                "and tiles would change what is padded. Use a multiple of tp, or mlp_tiles=1."
+            )
         num_tiles = max(1, min(self._weft_tiles, x.shape[-2]))
         outputs = [run_block(_FULL, self, _untiled, (tile,), {}) for tile in x.tensor_split(num_tiles, dim=-2)]
         return torch.cat(outputs, dim=-2)
@@ -68,7 +76,8 @@ def tile_mlps(model: nn.Module, num_tiles: int) -> None:
                 f"mlp_tiles={num_tiles}: {path} has dropout, whose masks follow positions in the full sequence. Set "
                 "its dropout to 0, or use mlp_tiles=1."
             )
-        replace_class(module, TiledMLP, tiles=num_tiles)
+        parts = [part._weft_part for part in module.modules() if isinstance(part, RowLinear)]
+        replace_class(module, TiledMLP, tiles=num_tiles, part=parts[0] if parts else None)
 
 
 def _is_mlp(module: nn.Module) -> bool:
