@@ -32,7 +32,8 @@ SPECS = {
 }
 PLANS = ("dp_shard=2 zero=3", "tp=2", "tp=2 sp=on", "tp=2 sp=on recompute=selective", "dp_replicate=2 compile=on",
          "tp=2 sp=on compile=on", "tp=2 sp=on tp_chunks=3",
-         "tp=2 sp=on tp_chunks=3 recompute=selective")  # fmt: skip
+         "tp=2 sp=on tp_chunks=3 recompute=selective", "tp=2 mlp_tiles=4",
+         "dp_shard=2 zero=3 mlp_tiles=3 recompute=full")  # fmt: skip
 OF_DENSE = ("tp=2 sp=on tp_chunks=3 compile=on",)
 OF_EXPERTS = ("dp_shard=2 ep=2 zero=1", "dp_replicate=2 recompute=selective compile=on")
 

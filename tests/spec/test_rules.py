@@ -150,6 +150,14 @@ CASES = [
     ("chunks-without-fp8", "tp=2 sp=on tp_chunks=2 precision=fp8", Facts(),
      "tp_chunks=2: precision=fp8 has one scale per full product. Use tp_chunks=1, or precision=bf16.",
      "tp=2 sp=on precision=fp8"),
+    ("tiles-are-recomputed", "mlp_tiles=4 recompute=selective", Facts(),
+     "mlp_tiles=4: recompute=selective chooses products of an MLP to save, and tiles save none. Use mlp_tiles=1, or "
+     "recompute=full or attention.", "recompute=selective"),
+    ("tiles-are-recomputed", "mlp_tiles=4 compile=on", Facts(),
+     "mlp_tiles=4: compile=on chooses products of an MLP to save, and tiles save none. Use mlp_tiles=1, or "
+     "compile=off.", "compile=on"),
+    ("tiles-without-fp8", "mlp_tiles=2 precision=fp8", Facts(),
+     "mlp_tiles=2: precision=fp8 has scales over all tokens. Use mlp_tiles=1, or precision=bf16.", "precision=fp8"),
     ("pp-layers", "pp=4 virtual_stages=2 schedule=interleaved", FACTS,
      "pp=4: 4 x 2 stages are more than the model's 6 layers. Use pp * virtual_stages of at most 6.",
      "pp=4"),

@@ -286,9 +286,11 @@ def diff(
 
 def export(
     run: One,
-    out: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder to create.")],
+    out: Annotated[str | None, typer.Argument(metavar="FOLDER", help="Folder to create.", show_default=False)] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Checkpoint to use.", show_default="newest valid")] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; with --gguf also q8_0.", show_default="as saved")
+    ] = None,
     group: Annotated[str, typer.Option(help="model, or ema if a script saved one.")] = "model",
     like: Annotated[
         str | None,
@@ -300,18 +302,32 @@ def export(
     own_names: Annotated[
         bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
     ] = False,
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a GGUF file for llama.cpp instead of a folder.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option(help="With --gguf: read the file back and compare greedy tokens, in fp32.")
+    ] = True,
 ) -> None:
     """Write a model that transformers loads: safetensors, config, tokenizer, model card. Any plan may have saved it."""
-    from weft.cli.export import expect_format, export_weights
+    from weft.cli.export import DTYPES, GGUF_DTYPES, expect_format, export_gguf, export_weights
 
-    expect_format(dtype)
+    if (out is None) == (gguf is None):
+        raise ConfigError("weft export: give a FOLDER, or --gguf FILE, and not both.")
+    if gguf is not None and (own_names or group != "model"):
+        raise ConfigError(f"--gguf: {'--own-names' if own_names else '--group'} sets something else to write.")
+    expect_format(dtype, GGUF_DTYPES if gguf is not None else DTYPES)
     if merge and (like is not None or own_names or group != "model"):
         other = "--like" if like is not None else "--own-names" if own_names else "--group"
         raise ConfigError(f"--merge: {other} sets something else to write. Use one of them.")
-    folder = folder_of("FOLDER", out)
+    folder = folder_of("--gguf" if out is None else "FOLDER", out or str(gguf))
     opened = load_checkpoint(one_of(run if step is None else f"{run}@{step}"), verify=True)
     trained = None if own_names or like is not None or group != "model" else _trained(run)
     base = Path(downloaded_folder(like, "--like")) if like is not None else None
+    if gguf is not None:
+        line = export_gguf(opened, folder, dtype=dtype, like=base, run=trained, merged=merge, checks=check)
+        print_line(f"step {opened.step} of {opened.path} is in {gguf}, {line}.")
+        return
     files = export_weights(opened, folder, group=group, dtype=dtype, like=base, run=trained, merged=merge)
     print_line(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
 

@@ -27,10 +27,15 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def expect_format(dtype: str | None) -> None:
-    """Raise ConfigError for an unknown `--dtype`."""
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
+#: Formats of weights in a GGUF file.
+GGUF_DTYPES = (*DTYPES, "q8_0")
+
+
+def expect_format(dtype: str | None, formats: Iterable[str] = DTYPES) -> None:
+    """Raise ConfigError for a `--dtype` that is not in `formats`."""
+    if dtype is not None and dtype not in formats:
+        hint = " With --gguf FILE, also q8_0." if dtype == "q8_0" else ""
+        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(formats)}.{hint}")
 
 
 def export_weights(
@@ -95,17 +100,24 @@ def _new_folder(out: Path) -> Generator[Path]:
         raise ConfigError(
             f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
         )
+    with _draft_folder(out, "OUT") as work:
+        draft = work / "out"
+        draft.mkdir()
+        yield draft
+        if out.exists():
+            out.rmdir()
+        os.rename(draft, out)
+
+
+@contextmanager
+def _draft_folder(out: Path, field: str) -> Generator[Path]:
+    """Yield a temporary folder next to `out`. Raise CheckpointError if it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-export-") as work:
-            draft = Path(work) / "out"
-            draft.mkdir()
-            yield draft
-            if out.exists():
-                out.rmdir()
-            os.rename(draft, out)
+            yield Path(work)
     except OSError as error:
-        raise CheckpointError(f"OUT={out}: it cannot be written ({error.strerror}). Give another folder.") from error
+        raise CheckpointError(f"{field}={out}: it cannot be written ({error.strerror}). Give another name.") from error
 
 
 def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
@@ -195,6 +207,56 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
     whole = _merged_into(model, checkpoint, adapter) if adapter is not None else checkpoint.tensors(group)
     pretrained_from_full(model, whole, out, wanted)
     copy_companions(like, out, overwrite=False)
+
+
+def export_gguf(
+    checkpoint: Checkpoint,
+    file: Path,
+    *,
+    dtype: str | None = None,
+    like: Path | None = None,
+    run: RunFolder | None = None,
+    merged: bool = False,
+    checks: bool = True,
+) -> str:
+    """Write a checkpoint's model as a GGUF file, and return a line about its greedy check.
+
+    The other arguments are those of `export_weights`.
+
+    checks: if True, transformers reads the file back, and its greedy tokens are compared.
+
+    Raises:
+        ConfigError, CheckpointError, MissingExtra, ModelError: if the model cannot be exported this way.
+    """
+    if file.exists():
+        raise ConfigError(f"--gguf {file}: the file exists, and Weft does not overwrite it. Give another name.")
+    if "adapter" in checkpoint.state and like is None and not merged:
+        raise ConfigError("--gguf: this checkpoint has an adapter alone. Add --merge to write the full model.")
+    if run is None and like is None:
+        raise ConfigError(
+            "--gguf: only runs of weft train are known to transformers. Add --like FOLDER for its config."
+        )
+    try:
+        from weft.train.weights.gguf_file import compare_greedy, expect_family, write_gguf
+    except ImportError as error:
+        raise MissingExtra(error.name or "gguf", "gguf", "--gguf") from error
+    from weft.train.weights.decoder_files import base_of
+
+    config = (base_of(run) if run is not None else like or Path()) / "config.json"
+    if config.is_file():  # before the weights are written; Weft's decoders have none
+        expect_family(json.loads(config.read_text("utf-8")).get("model_type", ""))
+    with _draft_folder(file, "--gguf") as work:
+        weights, draft = work / "weights", work / "model.gguf"
+        export_weights(checkpoint, weights, dtype=dtype and "fp32", like=like, run=run, merged=merged)
+        saved = {theirs: ours for ours, theirs in _TORCH_DTYPES.items()}
+        dtype = dtype or saved.get(json.loads((weights / "config.json").read_text("utf-8")).get("dtype"), "fp32")
+        write_gguf(weights, draft, dtype, file.stem)
+        line = "greedy check: left out"
+        if checks:
+            equal, total = compare_greedy(weights, draft, dtype)
+            line = f"greedy check: {equal} of {total} tokens equal those of the exported weights"
+        os.rename(draft, file)
+    return f"{dtype}; {line}"
 
 
 # Adapters in peft's format, or merged into the Hugging Face model that they were trained on.

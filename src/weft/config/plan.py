@@ -187,6 +187,12 @@ class Plan:
         searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value", probed=True,
         tried=("none", "full", "selective", "attention", "full:1"),
     )
+    mlp_tiles: int = described(
+        kinds.Integer(dtype="int32"), 1,
+        "Tiles of each rank's tokens in which the MLPs of the blocks are computed. Backward computes a tile again, so "
+        "that intermediate activations exist for one tile at a time. `auto` never chooses more than 1.", tried=(1, 3),
+        divides_work=False,
+    )
     offload: tuple[str, ...] = described(
         kinds.NamedShares(OFFLOADS), (), "Tensors to keep in host memory.",
         searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),

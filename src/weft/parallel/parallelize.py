@@ -33,6 +33,7 @@ from weft.parallel.layers.float8 import choose_float8, use_float8
 from weft.parallel.layers.index_check import watch_indices
 from weft.parallel.layers.rope_tables import track_row_lengths
 from weft.parallel.layers.state_mixers import separate_states
+from weft.parallel.layers.tiled_mlp import tile_mlps
 from weft.parallel.local_means import refuse_frequencies, watch_local_means
 from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
@@ -212,6 +213,7 @@ FINISH = (
     Technique(lambda run: group_norms(run.model, run.mesh, run.norm_group), when=lambda run: run.norm_group != 0),
     Technique(_defer_weight_gradients, when=lambda run: run.plan.pp > 1),
     Technique(lambda run: move(run.model, run.mesh.device)),
+    Technique(lambda run: tile_mlps(run.model, run.plan.mlp_tiles), when=lambda run: run.plan.mlp_tiles > 1),
     # Compiled blocks include recomputation, so recompute comes before compilation.
     Technique(lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"])),
     Technique(lambda run: register_operators(run.model, run.plan), when=lambda run: run.plan.compile),

@@ -77,6 +77,31 @@ LAYER_RULES: tuple[Rule, ...] = (
         remedy="Use tp_chunks=1, or precision=bf16",
         fix={"tp_chunks": 1},
     ),
+    Rule(
+        name="tiles-are-recomputed",
+        field="mlp_tiles",
+        reason="Backward recomputes tiles as a whole, and other policies and compile=on choose products to save.",
+        predicate=lambda plan, facts: (
+            plan.mlp_tiles > 1 and (plan.compile or plan.recompute_policy in ("selective", "budget"))
+        ),
+        finding=lambda plan, facts: (
+            f"{'compile=on' if plan.compile else f'recompute={plan.recompute}'} chooses products of an MLP to save, "
+            "and tiles save none"
+        ),
+        remedy=lambda plan, facts: (
+            f"Use mlp_tiles=1, or {'compile=off' if plan.compile else 'recompute=full or attention'}"
+        ),
+        fix={"mlp_tiles": 1},
+    ),
+    Rule(
+        name="tiles-without-fp8",
+        field="mlp_tiles",
+        reason="precision=fp8 has scales over all tokens of a product, so MLPs cannot be computed in tiles.",
+        predicate=lambda plan, facts: plan.mlp_tiles > 1 and plan.precision == "fp8",
+        finding="precision=fp8 has scales over all tokens",
+        remedy="Use mlp_tiles=1, or precision=bf16",
+        fix={"mlp_tiles": 1},
+    ),
 )
 
 

@@ -70,7 +70,8 @@ def fused_loss_bytes(
 #: a test.
 TWO_LOGITS = 36.0
 #: The columns that this part of the module reads.
-OF_LAYER = ("tp", "cp", "cp_mode", "sp", "microbatch", "precision", "compile", "recompute", "recompute_share")
+OF_LAYER = ("tp", "cp", "cp_mode", "sp", "microbatch", "precision", "compile", "recompute", "recompute_share",
+            "mlp_tiles")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     # output.
     outside = outside - narrow * 2 * h / gathered
     core = core + narrow * q
-    ffn, product_up = _ffn_bytes(job, columns, t, narrow)
+    ffn, product_up, tile = _ffn_bytes(job, columns, t, narrow)
     whole = outside + core + product + scores + ffn
     if stack.selective_half:
         routed = shape.moe_share * shape.top_k * 4.0 * h / t
@@ -134,7 +135,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     unpacking = 0.0 if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
-    beside = buffer_bytes(job, columns, tokens, q, kv) + unpacking
+    beside = buffer_bytes(job, columns, tokens, q, kv) + unpacking + tokens * tile * width
     # Gradients of the residual stream and of the up projections, which are the largest.
     passing = 2.0 * h + (2.0 if shape.gated else 1.0) * product_up
     whole, kept, passing = (tokens * each * width for each in (whole, kept, passing))
@@ -180,16 +181,23 @@ def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered:
     return np.where(compiled, 0.0, 2.0 * h * (2 - moe) / gathered) + moe * (router + read)
 
 
-def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array]:
-    """Return the bytes per token that an average layer's feed-forward saves: in total, and for one up projection."""
-    shape, stack = job.shape, job.stack
+def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array, Array]:
+    """Return bytes per token of an average layer's feed-forward: saved in total, in one up projection, in one tile.
+
+    The last two are averages over all tokens of a rank. Tiles of MLPs save their input only, which the norm counts.
+    """
+    shape, stack, tiles = job.shape, job.stack, columns.mlp_tiles
     dense, experts = shape.ffn_widths(t)
+    shared = shape.moe_share * shape.shared_ffn / t
     per = np.where(stack.fused | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     per = per - narrow  # the input of the down projection
     lean = np.where(columns.compile, 4.0 if shape.gated else 2.0, per)
     apart = (8.0 if shape.gated else 4.0) - narrow if not stack.fused else per
     routed = shape.moe_share * shape.top_k * 4.0 * shape.hidden / t
-    return lean * dense + apart * experts + routed, 2.0 * (dense + experts)
+    mlp = lean * dense + apart * shared
+    tile = np.where(tiles > 1, mlp / tiles + 4.0 * shape.hidden, 0.0)  # with all tiles' outputs, and joined
+    product_up = 2.0 * ((dense + shared) / tiles + experts - shared)
+    return np.where(tiles > 1, 0.0, mlp) + apart * (experts - shared) + routed, product_up, tile
 
 
 def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:

@@ -66,6 +66,21 @@ def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
     }
 
 
+def tiles_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    """Return the time (s) in which backward recomputes the tiles of one microbatch of a layer's MLPs.
+
+    A layer that is recomputed as a whole recomputes its MLP at most once more than without tiles, which is not counted.
+    """
+    if (columns.mlp_tiles == 1).all() or isinstance(job.shape, TracedShape):
+        return np.zeros(len(columns))
+    shape, work = job.shape, _work(job, columns)
+    width = work.dense + shape.moe_share * shape.shared_ffn / columns.tp
+    share = (3.0 if shape.gated else 2.0) * shape.hidden * width / work.total
+    again = share * costs.gemm_f + np.where(columns.sp, costs.tp_f / 4, 0.0)  # tokens are gathered again
+    is_full = (columns.recompute == RECOMPUTES.index("full")) * columns.recompute_share
+    return np.where(columns.mlp_tiles > 1, again * (1 - is_full), 0.0)
+
+
 def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
     """Return the time (s) that recomputation under the selective policy spends on experts.
 

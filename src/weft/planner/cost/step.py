@@ -22,7 +22,7 @@ from weft.planner.cost.pipeline import (
     sends,
     split_layers,
 )
-from weft.planner.cost.recompute import budget_s, replay_s
+from weft.planner.cost.recompute import budget_s, replay_s, tiles_s
 from weft.planner.cost.row_dedupe import RowDeduplicator, taken
 from weft.planner.cost.shares import (
     Shares,
@@ -58,7 +58,7 @@ _CHUNK = 1 << 14
 #: Plans per call that finds their distinct kinds.
 _AT_ONCE = 1 << 17
 #: The columns that decide the terms of a layer in addition to its costs.
-_OF_TERMS = ("recompute", "recompute_share", "activation_budget")
+_OF_TERMS = ("recompute", "recompute_share", "activation_budget", "mlp_tiles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, 
     repeated = np.zeros(len(columns))
     for name, seconds in replay_s(job, columns, costs).items():
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
-    repeated = repeated * columns.recompute_share
+    repeated = repeated * columns.recompute_share + tiles_s(job, columns, costs)
     idle_f = np.maximum(0.0, costs.host_f - forward - costs.tp_f - costs.cp_f - costs.ep_f)
     twice = (columns.recompute == RECOMPUTES.index("full")) * columns.recompute_share
     calls_b = costs.host_f * (_HOST_BACKWARD + twice)
