@@ -193,9 +193,16 @@ def test_printed_config_loads_equal(tmp_path_factory, sources, prompt, lr, seed)
         }
     )
     path = tmp_path_factory.getbasetemp() / "again.toml"
-    path.write_text(format_config(config), encoding="utf-8", newline="")
-    assert load_config(path).config == config
+    for only_changes in (False, True):
+        path.write_text(format_config(config, only_changes=only_changes), encoding="utf-8", newline="")
+        assert load_config(path, [f"run.name={config.run.name}"]).config == config
     assert isinstance(load_config(path), LoadedConfig)
+
+
+def test_changed_values_alone_are_written():
+    config = load_config(None, ["optimizer.lr=0.25", "data.packing=fit"]).config
+    assert format_config(config, only_changes=True) == '[data]\npacking = "fit"\n\n[optimizer]\nlr = 0.25\n'
+    assert format_config(RunConfig(), only_changes=True) == ""
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
     """
     config = imported.config()
     run = config.run.model_copy(update={"name": run_name(out or Path(imported.name)) or config.run.name})
-    toml = format_config(config.model_copy(update={"run": run}))
+    toml = format_config(config.model_copy(update={"run": run}), only_changes=True)
     document = _comments(imported) + toml
     if out is not None:
         _write(out, document)

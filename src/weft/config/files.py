@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -84,10 +84,18 @@ def by_line(problem: Problem) -> tuple[int, int]:
 # Printing: a config as a TOML file, and the JSON Schema of config files.
 
 
-def format_config(config: RunConfig) -> str:
-    """Return the config as a TOML file that loads back to an equal one."""
+def format_config(config: RunConfig, *, only_changes: bool = False) -> str:
+    """Return the config as a TOML file that loads back to an equal one.
+
+    only_changes: leave out values that equal Weft's defaults.
+    """
     import tomli_w
 
+    tables = _tables(config)
+    return tomli_w.dumps(_changes(tables, _tables(RunConfig())) if only_changes else tables)
+
+
+def _tables(config: RunConfig) -> dict[str, Any]:
     tables = config.model_dump(by_alias=True, exclude_none=True)
     if config.task.name is None and not config.task.options:
         del tables["task"]
@@ -97,7 +105,21 @@ def format_config(config: RunConfig) -> str:
         for source in tables["data"][name]:
             if not source["columns"]:
                 del source["columns"]
-    return tomli_w.dumps(tables)
+    return tables
+
+
+def _changes(tables: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that differ from the defaults, and the tables that contain one."""
+    changed: dict[str, object] = {}
+    for name, value in tables.items():
+        default = defaults.get(name)
+        if isinstance(value, dict) and isinstance(default, dict):
+            value = _changes(cast(dict[str, object], value), cast(dict[str, object], default))
+            if value:
+                changed[name] = value
+        elif value != default:
+            changed[name] = value
+    return changed
 
 
 def config_schema() -> dict[str, object]:
