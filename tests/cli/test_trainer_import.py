@@ -6,6 +6,7 @@ import json
 import math
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -341,3 +342,52 @@ def test_betas_reach_the_options_of_an_optimizer_class():
     found = import_values(values, "trl")
     assert found.overrides["optimizer.options"] == {"betas": [0.9, 0.95]}
     assert "optimizer.betas" not in found.overrides
+
+
+def test_defaults_of_the_tools_decide_packing_and_warmup(tmp_path):
+    trl = imported(tmp_path, "model_name_or_path: m\ndataset_name: d.jsonl\n").config()
+    assert trl.data.packing == "pad"
+    lf = "model_name_or_path: m\ndataset: d\nstage: {}\n"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}}')
+    chats, texts = (imported(tmp_path, lf.format(stage)).config() for stage in ("sft", "pt"))
+    assert (chats.data.packing, chats.data.borders) == ("pad", True)
+    assert (texts.data.packing, texts.data.borders) == ("concat", False)
+    axolotl = "base_model: m\ndatasets: [{path: d.jsonl, type: alpaca}]\n"
+    assert imported(tmp_path, axolotl).config().schedule.warmup_ratio == 0.03
+    given = imported(tmp_path, axolotl + "warmup_steps: 7\n").config().schedule
+    assert (given.warmup_steps, given.warmup_ratio) == (7, None)
+
+
+def test_tokens_and_adafactor(tmp_path):
+    axolotl = imported(tmp_path, "base_model: m\ndatasets: [{path: d, type: alpaca}]\ntokens: [<a>, <b>]\n")
+    assert axolotl.config().tokenizer.add_tokens == ("<a>", "<b>")
+    lf = imported(tmp_path, "model_name_or_path: m\ndataset: d\nadd_tokens: <a>, <b>\noptim: adafactor\n")
+    assert lf.config().tokenizer.add_tokens == ("<a>", "<b>")
+    assert any("transformers' does not" in note for note in lf.notes)
+
+
+def test_hostile_files(tmp_path, capsys):
+    base = "base_model: m\ndatasets: [{path: d.jsonl, type: alpaca}]\n"
+    bomb = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]\n" for i in range(9))
+    with pytest.raises(ConfigError, match="at most 100000 values"):
+        imported(tmp_path, base + bomb)
+    with pytest.raises(ConfigError, match="at most 100000 values"):
+        imported(tmp_path, "base_model: m\ndatasets: &d [*d]\n")
+    with pytest.raises(ConfigError, match="lone surrogate"):
+        imported(tmp_path, base + 'wandb_project: "\\ud800"\n')
+    with pytest.raises(ConfigError, match="not a regular file"):
+        import_config(Path("/dev/zero"))
+    (tmp_path / "theirs.yaml").write_text(base + '"a\\nseed = 7 #": 1\n')
+    assert app.run(["config", "import", str(tmp_path / "theirs.yaml")]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["seed"] == 42
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{path: d, type: {field: 3}}", "{path: d, message_property_mappings: x}", "{path: [d]}", "{path: {d: 1}}"],
+)
+def test_sources_of_wrong_types_are_listed(tmp_path, source):
+    found = imported(tmp_path, f"base_model: m\nsequence_len: 8\ndatasets: [{source}]\n")
+    assert any(line.kind == "not built" and line.key.startswith("datasets") for line in found.lines)
+    found.config()

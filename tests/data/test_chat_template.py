@@ -38,5 +38,5 @@ def test_content_like_a_special_token_is_separated():
 def test_templates_that_refuse_or_omit_answers_are_reported():
     with pytest.raises(DataError, match="refuses a conversation of user, assistant"):
         template("{{ raise_exception('no') }}").render(TURNS[:2])
-    with pytest.raises(DataError, match="leaves out or repeats answers"):
+    with pytest.raises(DataError, match="leaves out, repeats or interrupts answers"):
         template("{% for m in messages %}{{ m['role'] }}{% endfor %}").render(TURNS)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,3 +89,22 @@ def test_draw_depends_only_on_content() -> None:
     assert isinstance(same, Document)
     assert isinstance(other, Document)
     assert one.draw == same.draw != other.draw
+
+
+def test_answers_of_only_reasoning_and_chats_without_it_are_reported():
+    def one(text: str) -> dict[str, str]:
+        return {"role": "assistant", "content": text}
+
+    pair = {"p": "?", "c": [one("<think>a</think>b")], "r": [one("<think>a</think>")]}
+    columns = Schema("preference", prompt="p", chosen="c", rejected="r")
+    assert isinstance(make(pair, columns), Document)
+    assert isinstance(make(pair, replace(columns, reasoning="mask")), Document)
+    assert make(pair, replace(columns, reasoning="drop")) == "an answer of only reasoning, which data.reasoning drops"
+    for text, reasoning, note in [
+        ("b", "mask", "without reasoning that data.reasoning finds"),
+        ("b", "keep", ""),
+        ("<think>a</think>b", "drop", ""),
+    ]:
+        found = make(turns(("user", "?"), ("gpt", text)), replace(CHAT, reasoning=reasoning))
+        assert isinstance(found, Document)
+        assert found.note == note

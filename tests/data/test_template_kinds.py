@@ -10,7 +10,7 @@ import pytest
 from tests.data.chat_kinds import KINDS, LESS_SPECIAL, SPECIALS
 from weft.data.text.chat_template import ChatTemplate, RefusedConversation
 from weft.data.text.template_sandbox import Sandbox
-from weft.data.text.turns import Turn, Unusable, apply_reasoning
+from weft.data.text.turns import Turn, Unusable, apply_reasoning, read_turns
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 MARKS = {"B": "\u27e6", "E": "\u27e7"}
@@ -139,8 +139,111 @@ def test_reasoning_of_several_parts_is_masked_or_dropped():
     trained = "".join(text[low:high] for low, high, _ in spans)
     assert not any(part in trained for part in ("one", "two", "3", "x", "no", "tag"))
     assert all(part in trained for part in ("<think>", "</think> first. <thinking></thinking>\nsecond"))
-    with pytest.raises(Unusable, match="reasoning without an end tag"):
-        apply_reasoning((ASK, reply("<think>and so")), "mask")
+
+
+@pytest.mark.parametrize("how", ["mask", "drop"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<think>and so",
+        "<think>1 <think>2</think> 3</think> it is 7",
+        "<think>1</think> 2</think> it is 7",
+        "sure <think>1 <thinking>2</think> 3</thinking> it is 7",
+        "Write `</think>` at the end.",
+        "So:\n```\n<think>plan</think>\n```\n",
+    ],
+)
+def test_reasoning_whose_borders_are_unclear_is_refused(content, how):
+    with pytest.raises(Unusable, match="do not pair or are in code"):
+        apply_reasoning((ASK, reply(content)), how)
+    assert apply_reasoning((ASK, reply(content)), "keep")[1].content == content
+
+
+@pytest.mark.parametrize(
+    "tags",
+    ["<Think> </Think>", "<seed:think> </seed:think>", "<thoughts> </thoughts>", "[THINK] [/THINK]", "◁think▷ ◁/think▷",
+     "<|begin_of_thought|> <|end_of_thought|>", "<|START_THINKING|> <|END_THINKING|>"],
+)  # fmt: skip
+def test_tags_of_other_models_are_reasoning(tags):
+    first, end = tags.split()
+    turns = (ASK, reply(f"{first}one{end}{first}two{end} it is 7"))
+    text, spans = template("chatml").render(apply_reasoning(turns, "mask"))
+    trained = "".join(text[low:high] for low, high, _ in spans)
+    assert trained == f"{first}{end}{first}{end} it is 7<|im_end|>"
+    assert apply_reasoning(turns, "drop")[1].content == "it is 7"
+
+
+def chat(text: str) -> ChatTemplate:
+    return ChatTemplate({"chat_template": text, **NAMES}, SPECIALS)
+
+
+def test_masked_reasoning_that_the_template_changes_is_refused():
+    ours = chat("{% for m in messages %}{{ m.role }}: {{ m.content | replace('let', 'may') }}</s>{% endfor %}")
+    for thought in ("hm, let me see", "<b></b>"):
+        turns = (ASK, reply(f"<think>{thought}</think>it is 7"))
+        with pytest.raises(RefusedConversation, match="mask cannot find"):
+            ours.render(apply_reasoning(turns, "mask"))
+        assert ours.render(turns)[1]
+
+
+def test_reasoning_in_a_field_is_text():
+    def one(value):
+        return read_turns([{"role": "assistant", "content": "7", "thinking": value}], "role", "content")[0]
+
+    assert one(True).more == one(False).more == ""
+    with pytest.raises(Unusable, match="reasoning is not text"):
+        one({"text": "let me see"})
+
+
+def test_a_result_inside_an_answer_is_refused():
+    """Gemma 4 writes the words of a message with a call after the call's results, in one turn of the model."""
+    ours = chat(
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>"
+        "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.city }}<result>{{ messages[loop.index0 + 2].content }}</result>{% endfor %}"
+        "{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(RefusedConversation, match="interrupts answers"):
+        ours.render(CONVERSATIONS["a call with words"], TOOL)
+    text, spans = ours.render([*CONVERSATIONS["a call"], RESULT], TOOL)
+    assert all("17" not in text[low:high] for low, high, _ in spans)
+
+
+def test_a_prompt_that_the_system_message_explains_is_not_the_start_of_an_answer():
+    ours = chat(
+        "<|im_start|>system\nAnswers begin with <answer>.<|im_end|>{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and not m.tool_calls %}<answer>{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}<|im_end|>"
+        "{% endfor %}{% if messages[-1].role != 'assistant' %}<|im_start|>assistant\n{% endif %}"
+    )
+    text, spans = ours.render(CONVERSATIONS["a call and an answer"], TOOL)
+    trained = [text[low:high].strip() for low, high, _ in spans]
+    assert trained == ['{"city": "Rome", "days": 3}<|im_end|>', "17 degrees<|im_end|>"]
+
+
+def test_messages_that_a_template_leaves_out_are_refused_or_counted():
+    parts = chat(
+        "{% for m in messages %}{{ m.role }}:{% generation %}{% if m.content is not string %}{{ m.content }}{% endif %}"
+        "</s>{% endgeneration %}{% endfor %}"
+    )
+    with pytest.raises(RefusedConversation, match="leaves out"):
+        parts.render(CONVERSATIONS["one turn"])
+    first = chat(
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    first.render([ASK, reply("it is 7"), Turn("system", "Be brief."), AGAIN, reply("sure")])
+    assert first.left_out == {"with a message of the user, a tool or the system that the chat template leaves out": 1}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_SYSTEM)
+def test_blank_and_several_system_messages_join_the_first_user_message(kind):
+    ours, brief, rest = template(kind), Turn("system", "Be brief."), CONVERSATIONS["two turns"]
+    assert ours.render([Turn("system", " \n"), *rest]) == ours.render(rest)
+    assert not ours.left_out
+    joined = ours.render([Turn("user", "Be brief.\n\nYes.\n\nwhat is 7?"), *rest[1:]])
+    assert ours.render([brief, Turn("system", ""), Turn("system", "Yes."), *rest]) == joined
+    assert ours.render([brief, Turn("user", ""), *rest[1:]]) == ours.render([Turn("user", "Be brief."), *rest[1:]])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,7 +69,7 @@ def _comments(imported: Imported) -> str:
     lines += [str(line) for line in imported.lines]
     for title, texts in sections(imported):
         lines += ["", f"{title}:", *(f"  {text}" for text in texts)]
-    return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n"
+    return "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in lines) + "\n"
 
 
 def _print_table(imported: Imported) -> None:

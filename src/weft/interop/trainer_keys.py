@@ -119,7 +119,7 @@ class TrainerReading:
         accepted: dict[str, object] = {}
         for name, given in settings.items():
             value = _converted(name, given)
-            if problem := _problem(name, value):
+            if problem := setting_problem(name, value):
                 self.note(key, NOT_BUILT, problem)
                 return
             accepted[name] = value
@@ -220,7 +220,7 @@ def _converted(name: str, value: object) -> object:
     return int(number) if isinstance(number, float) and "integer" in types and number.is_integer() else number
 
 
-def _problem(name: str, value: object) -> str:
+def setting_problem(name: str, value: object) -> str:
     """Return the reason why a setting does not accept a value, or ""."""
     section, _, rest = name.partition(".")
     if section == "plan":

@@ -16,12 +16,15 @@ from urllib.parse import urlencode
 from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.sections import OPTIMIZER_NAMES
 from weft.errors import ConfigError, PlanError
+from weft.files import open_regular
 from weft.interop.deepspeed import Imported, import_deepspeed
 from weft.interop.deepspeed_keys import BECAME, NOT_BUILT, NOTHING, known_keys, number_text
-from weft.interop.trainer_keys import TrainerReading, tools
+from weft.interop.trainer_keys import TrainerReading, setting_problem, tools
 
 #: Largest config file, in bytes.
 _MOST_BYTES = 2**20
+#: Largest number of values in a config. An alias counts as often as it is used.
+_MOST_VALUES = 100_000
 _SINKS = ("wandb", "tensorboard", "trackio")
 #: Names of the readers of `datasets`: the path of a data set whose files are in data_files.
 _READERS = ("json", "csv", "parquet", "text", "arrow")
@@ -69,6 +72,9 @@ def _read_adapter(reading: TrainerReading) -> None:
         reading.note(key, NOT_BUILT, "adapters are lora, rslora and dora. Use one of them, or train all weights")
     if key not in reading.values:
         del reading.lines[key]
+    if reading.values.get("add_tokens"):
+        names = [name for one in _listed(reading.values["add_tokens"]) for name in _patterns(str(one), "llamafactory")]
+        reading.assign("add_tokens", {"tokenizer.add_tokens": names})
     for key in ("lora_target_modules", "lora_target", "additional_target", "lora_target_linear"):
         value = reading.values.get(key)
         if not value or key not in reading.tool.code:
@@ -257,7 +263,9 @@ def _read_logging(reading: TrainerReading) -> None:
 
 
 def _add(reading: TrainerReading, key: str, sources: list[dict[str, object]], part: str = "train") -> None:
-    if sources:
+    if problem := setting_problem(f"data.{part}", sources) if sources else "":
+        reading.note(key, NOT_BUILT, f"{problem}. Write data.{part}")
+    elif sources:
         reading.settings[f"data.{part}"] = [*reading.settings.get(f"data.{part}", ()), *sources]
         names = ", ".join(str(source["path"]) for source in sources)
         reading.note(key, BECAME, f"data.{part}={names}", (f"data.{part}",))
@@ -265,7 +273,11 @@ def _add(reading: TrainerReading, key: str, sources: list[dict[str, object]], pa
 
 def _paths(reading: TrainerReading, where: str, table: Mapping[str, Any]) -> list[str]:
     """Return the paths of a data set: its files, a local path, or its name on the Hub as hf://NAME?split=..."""
-    name, files = str(table.get("path") or ""), _listed(table.get("data_files"))
+    given, files = table.get("path") or "", _listed(table.get("data_files"))
+    if not isinstance(given, str):
+        reading.note(f"{where}.path", NOT_BUILT, "a path is text. Set data.train", (), given)
+        return []
+    name = given
     if files and (name in _READERS or Path(name).is_dir()):
         return [str(one) for one in files]
     is_local = name.startswith((".", "/", "~")) or Path(name).exists() or Path(name).suffix in (".json", ".jsonl")
@@ -314,8 +326,11 @@ def _axolotl_source(reading: TrainerReading, where: str, table: Mapping[str, Any
     tool, columns = reading.tool, dict[str, object]()
     kind: Any = table.get("type")
     fields = {**table, **(cast(dict[str, Any], kind) if isinstance(kind, dict) else {})}
-    renamed: dict[str, Any] = table.get("message_property_mappings") or {}
-    fields |= {f"message_field_{name}": value for name, value in renamed.items()}
+    renamed: Any = table.get("message_property_mappings")
+    if isinstance(renamed, dict):
+        fields |= {f"message_field_{name}": value for name, value in cast(dict[str, Any], renamed).items()}
+    elif renamed:
+        reading.note(f"{where}.message_property_mappings", NOT_BUILT, "it has names by property", (), renamed)
     for key, value in fields.items():
         if tool.columns.get(key) and value:
             columns[tool.columns[key]] = value
@@ -396,6 +411,8 @@ def _of_info(reading: TrainerReading, entry: Mapping[str, Any], root: Path) -> l
         columns["prompt"] = names.get("messages", "conversations") if is_chat else names.get("prompt", "instruction")
     elif reading.values.get("stage") == "pt":
         schema, columns = "text", {"text": names.get("prompt", "text")}
+        if reading.values.get("packing") is not False:  # blocks of joined documents, without borders
+            reading.settings |= {"data.packing": "concat", "data.borders": False}
     else:
         schema = "messages" if is_chat else "instruction"
     hub = {"path": entry.get("hf_hub_url"), "split": entry.get("split"), "name": entry.get("subset")}
@@ -463,8 +480,13 @@ def _fill(reading: TrainerReading) -> None:
     if reading.tool.name == "trl":
         fills["optimizer.lr"] = {"prefer": 1e-6, "reward": 1e-4}.get(task or "", 2e-5)
     for name, other in (("train.epochs", "train.steps"), ("schedule.warmup_steps", "schedule.warmup_ratio")):
-        if other in settings:
-            fills.pop(name, None)
+        if name in settings or other in settings:
+            fills = {key: value for key, value in fills.items() if key not in (name, other)}
+    if settings.get("optimizer.name") == "adafactor":
+        reading.notes.append(
+            "optimizer.name=adafactor is torch's, which scales updates by the size of each weight; transformers' does "
+            "not. Choose optimizer.lr anew, such as 1e-2."
+        )
     if task:
         fills.pop("data.packing", None)
     filled: list[str] = []
@@ -525,9 +547,11 @@ def _read_yaml(file: Path) -> dict[str, object]:
     except ImportError:
         raise ConfigError(f"{file}: YAML is read by PyYAML. Install it: pip install pyyaml.") from None
     try:
-        if file.stat().st_size > _MOST_BYTES:
+        with open(open_regular(file), "rb") as opened:
+            content = opened.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
             raise ConfigError(f"{file}: a config has at most {_MOST_BYTES} bytes. Name a config file.")
-        text = file.read_text(encoding="utf-8-sig")
+        text = content.decode("utf-8-sig")
         tables: object = json.loads(text) if file.suffix.lower() == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -538,9 +562,28 @@ def _read_yaml(file: Path) -> dict[str, object]:
         raise ConfigError(f"{file}: this is not YAML{line} ({getattr(error, 'problem', error)}). Correct it.") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: it cannot be read ({error}). Correct it.") from None
+    _check_values(file, tables)
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(f"{file}: a config has keys and values, and this file has none. Name a config file.")
     return {str(key): value for key, value in cast(dict[object, object], tables).items()}
+
+
+def _check_values(file: Path, tables: object) -> None:
+    """Raise ConfigError if there are too many values, each alias counted, or a text that UTF-8 cannot represent."""
+    open_values, num_values = [tables], 0
+    while open_values:
+        value = open_values.pop()
+        num_values += 1
+        if num_values > _MOST_VALUES:
+            raise ConfigError(
+                f"{file}: a config has at most {_MOST_VALUES} values, aliases counted. Name a config file."
+            )
+        if isinstance(value, dict):
+            open_values += [one for pair in cast(dict[object, object], value).items() for one in pair]
+        elif isinstance(value, list):
+            open_values += cast(list[object], value)
+        elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ConfigError(f"{file}: a text in it is not valid Unicode (a lone surrogate). Correct it.")
 
 
 def _detected(file: Path, values: Mapping[str, object]) -> str:

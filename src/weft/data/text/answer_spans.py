@@ -9,25 +9,28 @@ template's generation prompt, so a turn is trained from there to the token that 
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 #: Marks are in a private use area of Unicode. A turn has one mark for each kind of part.
 _FIRST_MARK, _LAST_MARK = 0x108000, 0x10FFF0
-CONTENT, THOUGHT, CALL, INSERTED = range(4)
-_NUM_KINDS = 4
+CONTENT, THOUGHT, CALL, INSERTED, OTHERS = range(5)
+_NUM_KINDS = 4  # OTHERS has no marks of its own
 _NUM_TURNS = (_LAST_MARK - _FIRST_MARK) // _NUM_KINDS
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 #: Texts that templates search for in contents: tags and bracketed names. Their characters are never replaced by marks.
-_TAGS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]")
+_TAGS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]|◁/?\w+▷")
 _LETTER = re.compile(r"[^\W_]")
 _SIGN = re.compile(r"[^\s\"\\]")
-_THOUGHT_NAMES = "think|thinking|thought|reasoning"
-_THOUGHTS = re.compile(rf"(?s)(<({_THOUGHT_NAMES})>)(.*?)(?=</\2>)|\A()((?:(?!<think>).)*?)(?=</think>)")
-_OPEN_THOUGHT = re.compile(rf"(?s)<({_THOUGHT_NAMES})>(?!.*</\1>)")
-_CLOSED_THOUGHT = re.compile(rf"(?s)(?:<({_THOUGHT_NAMES})>.*?</\1>|\A(?:(?!<think>).)*?</think>)\s*")
-_THOUGHT_TAG = re.compile(rf"</?(?:{_THOUGHT_NAMES})>")
+_THOUGHT_TAG = re.compile(
+    r"(?i)</?(?:\w+:)?(?:think|thinking|thoughts?|reasoning)>|\[/?THINK\]|◁/?think▷|"
+    r"<\|(?:begin|end)_of_thought\|>|<\|(?:START|END)_THINKING\|>"
+)
+_END_TAG = re.compile(r"(?i)/|end_")
+_SIDE_OF_TAG = re.compile(r"(?i)/|(?:begin|start|end)_")
+_CODE = re.compile(r"(?s)```.*?```|`[^`\n]+`")
 #: Keys of a message that contain the reasoning before an answer.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 #: Keys whose values templates compare with fixed names.
@@ -84,12 +87,12 @@ class _Part:
 class _Marked:
     """Marks of one message: how many of each kind were inserted, and their positions in the rendered text.
 
-    `thoughts` has the parts of the message that are reasoning.
+    `thoughts` has the position of the first and of the last mark in each part that is reasoning, and its text.
     """
 
     planted: list[int] = field(default_factory=lambda: [0] * _NUM_KINDS)
     parts: dict[int, _Part] = field(default_factory=dict)
-    thoughts: list[_Part] = field(default_factory=list)
+    thoughts: list[tuple[int, int, str]] = field(default_factory=list)
     found: list[tuple[int, int]] = field(default_factory=list)
 
     def num_found(self, kind: int) -> int:
@@ -181,33 +184,41 @@ class MarkedAnswers:
 
     def spans(self, text: str, form: TurnFormat) -> Iterator[tuple[int, int, int]]:
         """Yield (message index, start, end) for each assistant's turn that the template renders, in characters."""
-        stops = sorted(
-            at
-            for role, marked in zip(self._roles, self._marked, strict=True)
-            for at, _ in marked.found
-            if role != "assistant"
-        )
+        stops = self._stops()
         turns = [place for place, role in enumerate(self._roles) if role == "assistant" and self._own(place)]
         done = 0
         for number, place in enumerate(turns):
             own = self._own(place)
             limit = self._own(turns[number + 1])[0][0] if number + 1 < len(turns) else len(text)
-            limit = next((stop for stop in stops if own[-1][0] < stop < limit), limit)
-            low = self._start(text, place, done, form)
+            index = bisect(stops, own[-1][0])
+            limit = min([limit, *stops[index : index + 1]])
+            low = self._start(text, place, max([done, *stops[:index][-1:]]), form)
             high = self._end(text, place, limit, form)
             yield place, low, high
             done = high
 
+    def is_interrupted(self) -> bool:
+        """Return True if the template writes a message of another role inside a message of the assistant."""
+        stops = self._stops()
+        turns = [own for place, role in enumerate(self._roles) if role == "assistant" and (own := self._own(place))]
+        return any(bisect(stops, own[0][0]) != bisect(stops, own[-1][0]) for own in turns)
+
+    def _stops(self) -> list[int]:
+        """Return the positions of the marks of other roles than the assistant, in order."""
+        marked = zip(self._roles, self._marked, strict=True)
+        return sorted(at for role, one in marked if role != "assistant" for at, _ in one.found)
+
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return the parts of assistant messages that are missing from the rendered text.
+        """Return the parts of messages that are missing from the rendered text.
 
         Returns:
             the indices of assistant messages that have content and are missing as a whole, and the kinds of parts
-                (CONTENT, THOUGHT, CALL) that are missing from any assistant message.
+                (CONTENT, THOUGHT, CALL) that are missing from any assistant message, or OTHERS for another message.
         """
-        missing, kinds = [], set()
+        missing, kinds = [], set[int]()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
             if role != "assistant":
+                kinds |= {OTHERS} if marked.planted[CONTENT] and not marked.found else set()
                 continue
             lost = {kind for kind in range(_NUM_KINDS) if marked.planted[kind] and not marked.num_found(kind)}
             if CONTENT in lost and not marked.found:
@@ -215,25 +226,32 @@ class MarkedAnswers:
             kinds |= lost - {INSERTED}
         return missing, kinds
 
-    def thoughts(self, text: str, place: int) -> list[tuple[int, int]]:
-        """Return the ranges of characters of a message's reasoning, without its tags."""
-        ranges: list[tuple[int, int]] = []
-        last = -1
-        for at, kind in self._own(place):
-            if kind == THOUGHT and last == THOUGHT:
-                ranges[-1] = (ranges[-1][0], at + 1)
-            elif kind == THOUGHT:
-                ranges.append((at, at + 1))
-            last = kind
-        parts = self._marked[place].thoughts
-        leads, trails = [part.lead.lstrip() for part in parts], [part.trail.rstrip() for part in parts]
-        return [
-            (
-                low - max((len(one) for one in leads if text.endswith(one, 0, low)), default=0),
-                high + max((len(one) for one in trails if text.startswith(one, high)), default=0),
-            )
-            for low, high in ranges
+    def thoughts(self, text: str, place: int) -> list[tuple[int, int]] | None:
+        """Return the ranges of characters of a message's reasoning, without its tags.
+
+        Return None if a range is unknown, because the template changes the reasoning or it consists of tags.
+        """
+        parts = [
+            (mark - len(thought) + len(thought.lstrip()), thought.strip())
+            for *marks, thought in self._marked[place].thoughts
+            for mark in marks
+            if thought.strip()
         ]
+        if any(first < 0 for first, _ in parts):
+            return None
+        ranges: list[tuple[int, int]] = []
+        for at, kind in self._own(place):
+            if kind != THOUGHT or (ranges and at < ranges[-1][1]):
+                continue
+            found = [
+                (at - first, at - first + len(thought))
+                for first, thought in parts
+                if first <= at and text.startswith(thought, at - first)
+            ]
+            if not found:
+                return None
+            ranges.append(max(found, key=lambda part: part[1] - part[0]))
+        return ranges
 
     def turn_at(self, low: int, high: int) -> int | None:
         """Return the index of the first assistant message with a mark in text[low:high], or None."""
@@ -304,14 +322,40 @@ def _mark_of(place: int, kind: int) -> str:
 def split_thoughts(content: str) -> Iterator[tuple[str, int]]:
     """Yield the parts of a content in order, with their kinds: THOUGHT for reasoning, CONTENT for tags and answers."""
     done = 0
-    for match in _THOUGHTS.finditer(content) if "</th" in content or "</reasoning>" in content else ():
-        low = match.start(3) if match[1] else match.start(5)
-        high = match.end()
+    for _, low, high, _ in _paired_thoughts(content) or ():
         if low > done:
             yield content[done:low], CONTENT
         yield content[low:high], THOUGHT
         done = high
     yield content[done:], CONTENT
+
+
+class _Thought(NamedTuple):
+    """Positions of one part of a content that is reasoning, and of its tags."""
+
+    tag: int
+    low: int
+    high: int
+    end: int
+
+
+def _paired_thoughts(content: str) -> list[_Thought] | None:
+    """Return the parts of a content that are reasoning, or None if their tags do not pair.
+
+    A first end tag without a start tag ends reasoning that begins in the generation prompt.
+    """
+    parts: list[_Thought] = []
+    opened, tag, low = "", 0, 0
+    for match in _THOUGHT_TAG.finditer(content):
+        name, is_end = _SIDE_OF_TAG.sub("", match[0]).lower(), _END_TAG.search(match[0]) is not None
+        if is_end and (opened == name or not (parts or opened)):
+            parts.append(_Thought(tag, low, match.start(), match.end()))
+            opened = ""
+        elif is_end or opened:
+            return None
+        else:
+            opened, tag, low = name, match.start(), match.end()
+    return None if opened else parts
 
 
 def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True) -> str:
@@ -325,6 +369,8 @@ def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool =
     first, last = _free_letters(text, _LETTER, ends=ends, tags=kind != CALL)
     if first < 0 and kind != CALL:
         first, last = _free_letters(text, _SIGN, ends=ends)
+    if kind == THOUGHT:
+        marked.thoughts.append((first, last, text))
     if first < 0:
         if kind in marked.parts:
             marked.parts[kind].trail += text
@@ -332,8 +378,6 @@ def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool =
     if kind not in marked.parts:
         marked.parts[kind] = _Part(lead=text[:first])
     marked.parts[kind].trail = text[last + 1 :]
-    if kind == THOUGHT:
-        marked.thoughts.append(_Part(text[:first], text[last + 1 :]))
     marked.planted[kind] += 1 if first == last else 2
     if first == last:
         return text[:first] + mark + text[first + 1 :]
@@ -407,12 +451,15 @@ def last_unit(text: str) -> str:
 
 def without_thoughts(text: str) -> str:
     """Return a text without its reasoning, the tags around it, and the white space after these."""
-    return _CLOSED_THOUGHT.sub("", text)
+    for thought in reversed(_paired_thoughts(text) or ()):
+        text = text[: thought.tag] + text[thought.end :].lstrip()
+    return text
 
 
-def has_open_thought(text: str) -> bool:
-    """Return True if a text has a reasoning tag such as <think> without its end tag."""
-    return _OPEN_THOUGHT.search(text) is not None
+def has_unclear_thoughts(text: str) -> bool:
+    """Return True if reasoning tags such as <think> do not pair, or are in code, where they may be an answer's text."""
+    in_code = any(_THOUGHT_TAG.search(code[0]) for code in _CODE.finditer(text))
+    return in_code or _paired_thoughts(text) is None
 
 
 def without_thought_tags(text: str) -> str:

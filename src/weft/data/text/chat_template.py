@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from weft.data.text.answer_spans import (
     CALL,
     CONTENT,
+    OTHERS,
     REASONING_KEYS,
     THOUGHT,
     Header,
@@ -43,6 +44,7 @@ _LEFT_OUT = {
     THOUGHT: "whose reasoning the chat template leaves out",
     CALL: "whose tool calls the chat template leaves out",
     CONTENT: "with an answer that the chat template leaves out",
+    OTHERS: "with a message of the user, a tool or the system that the chat template leaves out",
 }
 _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
 _SYSTEM_JOINED = "whose system message is part of the first user message, since the chat template has no system role"
@@ -115,7 +117,7 @@ class ChatTemplate:
         self.left_out.update(note for kind, note in _LEFT_OUT.items() if kind in kinds)
         if schemas and "tools" not in self._sandbox.variables:
             self.left_out[_TOOLS_LEFT_OUT] += 1
-        if turns is not asked:
+        if turns is not asked and asked[0].content.strip():
             self.left_out[_SYSTEM_JOINED] += 1
         return rendered.text, [span for span in spans if span.weight]
 
@@ -202,13 +204,15 @@ class ChatTemplate:
         return any(text.startswith(name) for name in self._specials)
 
     def _supported(self, turns: Sequence[Turn]) -> Sequence[Turn]:
-        """Return turns that the template renders: a system turn joins the first user turn if there is no such role."""
+        """Return turns that the template renders: first ones of the system join the first user turn if needed."""
         if not turns or turns[0].role != "system" or self._takes_system:
             return turns
-        system, rest = turns[0], turns[1:]
-        if rest and rest[0].role == "user":
-            return [rest[0]._replace(content=f"{system.content}\n\n{rest[0].content}"), *rest[1:]]
-        return [system._replace(role="user"), *rest]
+        number = next((place for place, turn in enumerate(turns) if turn.role != "system"), len(turns))
+        first, rest = turns[number : number + 1], turns[number + 1 :]
+        if first and first[0].role != "user":
+            first, rest = (), turns[number:]
+        content = "\n\n".join(turn.content for turn in [*turns[:number], *first] if turn.content.strip())
+        return [(*first, turns[0])[0]._replace(role="user", content=content), *rest] if content or first else rest
 
     @cached_property
     def _takes_system(self) -> bool:
@@ -255,7 +259,9 @@ class ChatTemplate:
             return False
 
     def _located(self, text: str, messages: Messages, tools: Any) -> MarkedAnswers | None:
-        """Return the located turns, or None if they cannot be located or the template leaves out an answer.
+        """Return the located turns, or None if they cannot be located or one contains a message of another role.
+
+        Raises RefusedConversation if the template leaves out an answer.
 
         If all marks together fail, fewer marks are tried, since a template may inspect contents.
         """
@@ -266,8 +272,9 @@ class ChatTemplate:
             except RefusedConversation:
                 continue
             if answers.locate(text, shadow):
-                missing, _ = answers.left_out()
-                return None if missing else answers
+                if answers.left_out()[0]:
+                    raise _unclear()
+                return None if answers.is_interrupted() else answers
         return None
 
     @cached_property
@@ -465,11 +472,16 @@ def _without_reasoning(
     text: str, spans: list[TrainedSpan], turns: Sequence[Turn], answers: MarkedAnswers | None
 ) -> list[TrainedSpan]:
     """Return the trained ranges without the reasoning of turns that mask it."""
-    masking = [place for place, turn in enumerate(turns) if turn.masks_reasoning]
-    if masking and answers is None:
-        raise _unclear()
-    for low, high in [span for place in masking if answers is not None for span in answers.thoughts(text, place)]:
-        spans = cut_out(spans, low, high)
+    for place in (place for place, turn in enumerate(turns) if turn.masks_reasoning):
+        ranges = answers.thoughts(text, place) if answers is not None else None
+        if ranges is None:
+            raise RefusedConversation(
+                "tokenizer: its chat template changes reasoning, or the reasoning is only tags, so data.reasoning=mask "
+                "cannot find it. Use data.reasoning=keep or drop.",
+                "reasoning that data.reasoning=mask cannot find",
+            )
+        for low, high in ranges:
+            spans = cut_out(spans, low, high)
     return spans
 
 
@@ -486,7 +498,7 @@ def _first_line(error: Exception) -> str:
 
 def _unclear() -> RefusedConversation:
     return RefusedConversation(
-        "tokenizer: its chat template leaves out or repeats answers, so the trained tokens are unknown. Use another "
-        "chat template, or data of schema=ids with a mask.",
-        "the chat template leaves out or repeats answers",
+        "tokenizer: its chat template leaves out, repeats or interrupts answers, so the trained tokens are unknown. "
+        "Use another chat template, or data of schema=ids with a mask.",
+        "the chat template leaves out, repeats or interrupts answers",
     )

@@ -284,6 +284,8 @@ def _document(record: Record, full: _Full, schema: Schema) -> Document:
             raise Unusable("an answer that is no conversation, which data.reasoning needs")
         return Document(record.file, 0, text=full.text, prompt=full.prompt, number=record.number)
     turns = apply_reasoning(full, schema.reasoning)
+    if turns[-1].is_empty:
+        raise Unusable("an answer of only reasoning, which data.reasoning drops")
     return Document(record.file, 0, turns=turns, tools=tools_of(record, schema), number=record.number)
 
 
@@ -297,6 +299,8 @@ def _content(document: Document) -> Sequence[Any]:
 
 #: Note for a document with an empty answer. Only its end token is trained.
 EMPTY_ANSWER = "with an empty answer"
+#: Note for a conversation in which data.reasoning has nothing to mask or drop.
+NO_REASONING = "without reasoning that data.reasoning finds"
 
 
 def read_document(record: Record, schema: Schema, vocab_size: int) -> Document | Broken:
@@ -345,7 +349,10 @@ def _messages(record: Record, schema: Schema) -> Document:
     if all(turn.role == "assistant" for turn in turns):
         raise Unusable("no turn before the answer")
     note = taken_for_assistant(messages, schema.role)
-    return _conversation(record, apply_reasoning(turns, schema.reasoning), note, tools)
+    applied = apply_reasoning(turns, schema.reasoning)
+    if schema.reasoning != "keep" and not any(turn.has_reasoning for turn in turns):
+        note = note or NO_REASONING
+    return _conversation(record, applied, note, tools)
 
 
 def _conversation(record: Record, turns: tuple[Turn, ...], note: str = "", tools: str = "") -> Document:

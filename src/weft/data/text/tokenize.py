@@ -27,7 +27,7 @@ from weft.errors import DataError
 
 #: Version of the shards' format. It is increased when the same input would give other shards, so that old shards are
 #: not used.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 QUARANTINE = "quarantine.jsonl"
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 2048

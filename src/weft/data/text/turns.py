@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weft.data.text.answer_spans import REASONING_KEYS, has_open_thought, without_thoughts
+from weft.data.text.answer_spans import REASONING_KEYS, has_unclear_thoughts, without_thoughts
 
 #: Keys of a JSON schema whose value is data, in which null has a meaning.
 _DATA_KEYS = ("default", "const", "example", "examples", "enum")
@@ -154,6 +154,11 @@ class Turn(NamedTuple):
         """True if the turn has no text and no other field, such as tool calls or reasoning."""
         return not self.content.strip() and not self.more
 
+    @property
+    def has_reasoning(self) -> bool:
+        """True if it is an assistant's turn with reasoning in the content or in another field."""
+        return self.role == "assistant" and self.without_reasoning() != self
+
     def without_reasoning(self) -> Turn:
         """Return a copy without the reasoning in the content and in other fields."""
         more = json.loads(self.more) if self.more else {}
@@ -213,12 +218,12 @@ def apply_reasoning(turns: tuple[Turn, ...], reasoning: str) -> tuple[Turn, ...]
     """Apply the option data.reasoning to the assistant's turns.
 
     Raises:
-        Unusable: if reasoning must be found and has a start tag without an end tag.
+        Unusable: if reasoning must be found, and its tags do not pair or are in code.
     """
     if reasoning == "keep":
         return turns
-    if any(turn.role == "assistant" and has_open_thought(turn.content) for turn in turns):
-        raise Unusable("reasoning without an end tag")
+    if any(turn.role == "assistant" and has_unclear_thoughts(turn.content) for turn in turns):
+        raise Unusable("reasoning tags that do not pair or are in code")
     change = Turn.without_reasoning if reasoning == "drop" else lambda turn: turn._replace(masks_reasoning=True)
     return tuple(change(turn) if turn.role == "assistant" else turn for turn in turns)
 
@@ -238,6 +243,11 @@ def _turn(message: Any, role_key: str, content_key: str, filled: Filled) -> Turn
     if not isinstance(message, dict) or role_key not in message:
         raise Unusable("a message lacks its role or content")
     more = {key: message[key] for key in _BESIDE if key not in (role_key, content_key) and _says(message.get(key))}
+    for key in set(REASONING_KEYS) & set(more):
+        if isinstance(more[key], bool):  # a setting of the conversation
+            del more[key]
+        elif not isinstance(more[key], str):
+            raise Unusable("reasoning is not text")
     if "tool_calls" in more:
         calls = list_of_messages(more["tool_calls"])
         more["tool_calls"] = [_clean_call(call, filled) for call in calls] if isinstance(calls, list) else calls
