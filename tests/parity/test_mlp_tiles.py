@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -15,6 +16,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
+from weft.parallel.layers.tiled_mlp import tile_mlps
 from weft.parallel.parallelize import parallelize
 from weft.verify.parity import train_cases
 
@@ -94,3 +96,24 @@ def test_peak_memory_is_less_and_as_planned(plan, monkeypatch):
     measured, before = live_memory.measure_peak(plan), live_memory.measure_peak(plain)
     assert measured < (0.75 if "full" in plan else 0.6) * before
     assert sum(live_memory.planned_peak(Plan.parse(plan)).values()) == pytest.approx(measured, rel=0.05)
+
+
+def test_only_mlps_that_treat_tokens_separately_are_tiled():
+    groupvit = pytest.importorskip("transformers.models.groupvit.modeling_groupvit")
+    qwen = pytest.importorskip("transformers.models.qwen2.modeling_qwen2")
+    glm = pytest.importorskip("transformers.models.glm.modeling_glm")
+    config = qwen.Qwen2Config(hidden_size=8, intermediate_size=16)
+    assert is_tiled(qwen.Qwen2MLP(config))
+    assert is_tiled(glm.GlmMLP(glm.GlmConfig(hidden_size=8, intermediate_size=16)))
+    assert not is_tiled(groupvit.GroupViTMixerMLP(groupvit.GroupViTVisionConfig(hidden_size=8), 4, 8, 4))
+
+
+def is_tiled(mlp: nn.Module) -> bool:
+    """Return True if the MLP is tiled as the MLP of each block."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"mlp": one}) for one in (mlp, copy.deepcopy(mlp)))
+    try:
+        tile_mlps(model, 2)
+    except ModelError:
+        return False
+    return True

@@ -16,11 +16,14 @@ from weft.errors import ModelError, PlanError
 from weft.memory.policy import Policy, run_block
 from weft.models.decoder import GeluFFN, SwiGLU
 from weft.models.inspect.blocks import class_before, repeated_blocks, replace_class
+from weft.models.inspect.layers import is_transposed
 from weft.parallel.dropout.by_position import FunctionalDropout
 from weft.parallel.random.streams import ShardPosition
 from weft.parallel.tensor.sharded_modules import RowLinear
 
 _FULL = Policy("full")
+#: Names that the forward of an MLP uses for functions that treat each token separately.
+_BY_TOKEN = {"chunk", "nn", "functional", "F", "torch", "gelu", "relu", "silu", "sigmoid", "tanh"}
 
 
 class TiledMLP(nn.Module):
@@ -51,7 +54,8 @@ def _untiled(module: Any, x: Tensor) -> Tensor:
 def tile_mlps(model: nn.Module, num_tiles: int) -> None:
     """Compute the MLPs in the model's blocks in tiles of tokens, in place.
 
-    These are Weft's feed-forward layers, and the modules of transformers whose class name ends in MLP.
+    These are Weft's feed-forward layers, and the modules of transformers whose class name ends in MLP and whose forward
+    contains only linear layers and activations.
 
     Raises:
         ModelError: if the blocks have no such module, or one of them has dropout.
@@ -65,7 +69,7 @@ def tile_mlps(model: nn.Module, num_tiles: int) -> None:
     if not found:
         raise ModelError(
             f"mlp_tiles={num_tiles}: the blocks of {type(model).__name__} have no MLP that is known to treat each "
-            "token separately: Weft's own, or one of transformers whose class name ends in MLP. Use mlp_tiles=1."
+            "token separately: Weft's own, or one of transformers with linear layers and activations. Use mlp_tiles=1."
         )
     for path, module in found.items():
         rates = [
@@ -85,4 +89,14 @@ def _is_mlp(module: nn.Module) -> bool:
     if kind in (SwiGLU, GeluFFN):
         return True
     is_named = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("MLP")
-    return is_named and len(inspect.signature(kind.forward).parameters) == 2  # self and the tokens
+    return is_named and _treats_tokens_separately(module, kind)
+
+
+def _treats_tokens_separately(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return True if forward(self, x) uses only linear layers, activations and functions of `_BY_TOKEN`."""
+    code = inspect.unwrap(kind.forward).__code__
+    others = set(code.co_names) - set(module._modules) - _BY_TOKEN
+    chunks_features = "chunk" not in code.co_names or (-1 in code.co_consts and {0, 1}.isdisjoint(code.co_consts))
+    layers = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+    is_linear = all(isinstance(part, nn.Linear) or is_transposed(part) for part in layers)
+    return code.co_argcount == 2 and not others and chunks_features and is_linear
