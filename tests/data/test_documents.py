@@ -108,3 +108,12 @@ def test_answers_of_only_reasoning_and_chats_without_it_are_reported():
         found = make(turns(("user", "?"), ("gpt", text)), replace(CHAT, reasoning=reasoning))
         assert isinstance(found, Document)
         assert found.note == note
+
+
+def test_answers_of_a_pair_are_both_texts_or_both_chats():
+    pair = {"p": "?", "c": [{"role": "assistant", "content": "b"}], "r": "a"}
+    assert make(pair, Schema("preference", prompt="p", chosen="c", rejected="r")) == (
+        "chosen and rejected are of different kinds"
+    )
+    asked = [{"role": "user", "content": "?"}]
+    assert isinstance(make({**pair, "p": asked}, Schema("preference", prompt="p", chosen="c", rejected="r")), Document)

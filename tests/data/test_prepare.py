@@ -86,6 +86,15 @@ def test_reasoning_is_masked_or_dropped(tmp_path: Path, text: str) -> None:
         prepare_data(config(tmp_path, text, reasoning="mask"))
 
 
+def test_reasoning_that_chatml_does_not_render_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    asked, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "y"}
+    chats = [[asked, answer], [asked, {**answer, "reasoning": "abcd"}]]
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
+    found = prepare_data(config(tmp_path, str(path), holdout=0))
+    assert "1 document with reasoning in a field" in "\n".join(found.summary)
+
+
 @pytest.mark.parametrize("change", ["content", "holdout", "tokenizer"])
 def test_changed_content_or_settings_make_new_data(tmp_path: Path, text: str, change: str) -> None:
     before = prepare_data(config(tmp_path, text))

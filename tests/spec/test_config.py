@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from weft.config.files import config_schema, load_config
 from weft.config.run_config import RunConfig
+from weft.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -64,3 +65,21 @@ def test_schema_describes_keys_and_short_forms():
     sources = schema["$defs"]["DataSection"]["properties"]["train"]["anyOf"]
     assert [option["type"] for option in sources] == ["array", "string"]
     assert config_schema() == schema
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("adapter.targets=q_proj", r"each a string, is needed. Use e.g. adapter.targets=\[.q_proj.\]"),
+        ("train.profile_ranks=0", r"each a whole number from 0 .* is needed. Use e.g. train.profile_ranks=\[0\]"),
+        ("data.eval=[3]", r"data.eval.0=3: a table is needed. Write \[\[data.eval\]\]"),
+        ("optimizer.name=Lion", r"Write optimizer.name=lion"),
+    ],
+)
+def test_remedies_fit_the_kind_of_value(word, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [word])
+
+
+def test_one_step_is_profiled_by_its_number():
+    assert load_config(None, ["train.profile=10"]).config.train.profiled_steps == range(10, 11)

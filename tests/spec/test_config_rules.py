@@ -65,6 +65,9 @@ CASES = [
     ("layout-reads", ["layout=none.layout"],
      "layout=none.layout: this file cannot be read (No such file or directory). Use pattern=style entries, or a "
      "file that `weft layout MODEL --save FILE` wrote."),
+    ("momentum-is-of-sgd-and-muon", ["optimizer.momentum=0.5", "optimizer.name=lion"],
+     "optimizer.momentum=0.5: optimizer.name=weft.optim.lion:Lion does not read it. Leave it out, or use "
+     "optimizer.name=sgd or muon."),
     ("nesterov-is-of-sgd", ["optimizer.nesterov=true"],
      "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=adamw. "
      "Use false, or optimizer.name=sgd with momentum=0.9."),

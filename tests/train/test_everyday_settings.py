@@ -150,7 +150,7 @@ def test_adafactor_by_name_steps():
         (["schedule.warmup_ratio=0.1", "schedule.warmup_steps=3"], "Keep one of them"),
         (["train.profile=9-3"], "1 to 50 steps up to train.steps=300 can be profiled"),
         (["train.profile=299-301"], "1 to 50 steps up to train.steps=300 can be profiled"),
-        (["train.profile=x"], "steps such as 10-12, counted from 1 is needed"),
+        (["train.profile=x"], "steps such as 10-12 or 10, counted from 1 is needed"),
         (["train.deterministic=true", "kernels.convolutions=measured"], "may choose other algorithms in each run"),
         (["adapter.lora_plus_ratio=16"], "there is no adapter"),
         (["adapter.rank=4", "adapter.lora_plus_ratio=0.5"], "a number from 1"),

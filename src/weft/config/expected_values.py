@@ -86,6 +86,7 @@ OTHER_VALUES = {
         **dict.fromkeys(("paged_adamw_8bit", "adam8bit"), "optimizer.name=adamw_8bit"),
         **dict.fromkeys(("paged_adamw_32bit", "adamw_hf", "fused_adamw"), "optimizer.name=adamw"),
         **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "lion_8bit"), "optimizer.name=lion"),
+        **{name: f"optimizer.name={name}" for name in ("adamw", "sgd", "muon", "lion", "adafactor", "soap", "shampoo")},
         "adam": "optimizer.name=torch.optim:Adam",
         "adagrad": "optimizer.name=torch.optim:Adagrad",
         "rmsprop": "optimizer.name=torch.optim:RMSprop",
@@ -199,12 +200,19 @@ def _kind(node: Node) -> str:
             return "true or false"
         case "array" if elements:
             return f"a list of {len(elements)} values, each {_kind(_resolved(elements[0]))},"
+        case "array" if not _has_tables(node):
+            return f"a list of values, each {_kind(_resolved(cast(Node, node.get('items', {}))))},"
         case "array":
             return "a list of at least one table" if node.get("minItems") else "a list of tables"
         case "object":
             return "a table"
         case _:
             return "a string"
+
+
+def _has_tables(node: Node) -> bool:
+    """Return True if the elements of a list are tables."""
+    return _resolved(cast(Node, node.get("items", {}))).get("type") == "object"
 
 
 def _names(node: Node) -> list[str]:
@@ -253,6 +261,8 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         case "object":
             inside = next(iter(keys_of(node)), "key")
             return f"Write its keys below a line [{key}], or {key}.{inside}=..."
+        case "array" if "prefixItems" not in node and not _has_tables(node):
+            return f"Use e.g. {key}={shown([value])}."
         case "array" if "prefixItems" not in node:
             return f"Write [[{key}]] and below it {first_line((*path, 0))}."
         case _:

@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema, model_validator
 
 # Largest integer of TOML (64 bits). Sizes have generous limits that still catch typing errors.
 PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
@@ -73,7 +73,11 @@ _DURATION = "^(" + "|".join(
     for unit in "dhms"
 ) + ")$"  # fmt: skip
 Duration = Annotated[str, _text(_DURATION, "a time such as 3h30m, 90s or 1d12h")]
-StepRange = Annotated[str, _text(r"^[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?$", "steps such as 10-12, counted from 1")]
+StepRange = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    _text(r"^[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?$", "steps such as 10-12 or 10, counted from 1"),
+]
 HostPort = Annotated[
     str,
     _text(

@@ -423,6 +423,16 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         ),
     ),
     ConfigRule(
+        name="momentum-is-of-sgd-and-muon",
+        keys=("optimizer.momentum", "optimizer.name"),
+        reason="Other optimizers have no such setting.",
+        predicate=lambda config: config.optimizer.momentum is not None and config.optimizer.name not in ("sgd", "muon"),
+        message=lambda config: (
+            f"{config.optimizer.momentum}: optimizer.name={config.optimizer.name} does not read it. Leave it out, or "
+            "use optimizer.name=sgd or muon."
+        ),
+    ),
+    ConfigRule(
         name="nesterov-is-of-sgd",
         keys=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
         reason="Nesterov momentum is a variant of SGD with momentum.",

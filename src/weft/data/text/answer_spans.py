@@ -457,7 +457,7 @@ def without_thoughts(text: str) -> str:
 
 
 def has_unclear_thoughts(text: str) -> bool:
-    """Return True if reasoning tags such as <think> do not pair, or are in code, where they may be an answer's text."""
+    """Return True if reasoning tags such as <think> do not pair, or are in code and may be an answer's text."""
     in_code = any(_THOUGHT_TAG.search(code[0]) for code in _CODE.finditer(text))
     return in_code or _paired_thoughts(text) is None
 

@@ -143,13 +143,15 @@ def read_pair(record: Record, schema: Schema) -> Document:
     """Return the document of the chosen answer. Its `other` is the document of the rejected answer, in the same split.
 
     Raises:
-        Unusable: if an answer is missing, empty or malformed, or if there is no prompt column and the answers do not
-            have a common prompt.
+        Unusable: if an answer is missing, empty or malformed, if one is a text and the other a chat, or if there is no
+            prompt column and the answers do not have a common prompt.
     """
     filled = _filled(record, schema)
     answers = [_answer(record, getattr(schema, part), part, schema, filled) for part in ("chosen", "rejected")]
     prompt = _prompt(record, schema, filled)
     both = [_full(prompt, answer) for answer in answers]
+    if len({isinstance(one, _Plain) for one in both}) > 1:
+        raise Unusable("chosen and rejected are of different kinds")
     if prompt is None:
         both = _with_common_context(*both)
     chosen, rejected = (_document(record, one, schema) for one in both)
@@ -254,7 +256,7 @@ def _plain_turns(turns: tuple[Turn, ...]) -> list[tuple[str, str, str]]:
 def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
     """Split two answers after their common prefix, which is the prompt if the data has no prompt column.
 
-    Raises Unusable if the rest of a text is blank, or if one answer is a text and the other a chat.
+    Raises Unusable if the rest of a text is blank.
     """
     if isinstance(chosen, _Plain) and isinstance(rejected, _Plain):
         cut = _shared_prefix(chosen.text, rejected.text)
@@ -262,8 +264,8 @@ def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
         if not all(one.text.strip() for one in found):
             raise Unusable("one answer is the beginning of the other, and there is no prompt")
         return list(found)
-    if isinstance(chosen, _Plain) or isinstance(rejected, _Plain):
-        raise Unusable("chosen and rejected are of different kinds")
+    assert not isinstance(chosen, _Plain)
+    assert not isinstance(rejected, _Plain)
     least = min(len(chosen), len(rejected)) - 1
     number = next((place for place in range(least) if chosen[place] != rejected[place]), least)
     return [(*(turn.as_context() for turn in one[:number]), *one[number:]) for one in (chosen, rejected)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.data.text.answer_spans import REASONING_KEYS
 from weft.data.text.chat_template import RefusedConversation
 from weft.data.text.codec import MarkedText
 from weft.data.text.documents import ALL_DRAWS, Document, read_document
@@ -37,6 +38,7 @@ _MIN_PIECE_BYTES = 256
 _EARLY_RECORDS = 1000
 #: Longer texts are tokenised in chunks: a token id takes eight times the memory of its character.
 _LONG_CHARS = 2**21
+_NOT_RENDERED = "with reasoning in a field, which only a chat template renders"
 #: Maximum number of error texts of a template that are counted separately.
 _MAX_REASONS = 20
 
@@ -323,6 +325,9 @@ class _Router:
         for document, encoded in self._encoded(documents):
             if document.note:
                 self.notes[document.note] += 1
+            fields = [turn.more for turn in document.turns or () if turn.role == "assistant" and turn.more]
+            if self._tokenizer.template is None and any(f'"{key}":' in one for one in fields for key in REASONING_KEYS):
+                self.notes[_NOT_RENDERED] += 1
             split = split_of(document, self._holdout)
             # An invalid chunk between two valid ones also ends the document.
             if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
