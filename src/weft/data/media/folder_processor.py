@@ -87,6 +87,7 @@ class FolderProcessor:
         self.folder, self.max_pixels = folder, max_pixels
         self._processor = _loaded(str(folder), processor_digest(folder))
         self.tokenizer: Any = self._processor.tokenizer
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         extractor = getattr(self._processor, "feature_extractor", None)
         self._rate = int(getattr(extractor, "sampling_rate", 0) or 16_000)
         #: Maximum seconds of an audio clip.
@@ -140,8 +141,7 @@ class FolderProcessor:
 
         size: () for a small one.
         """
-        size = size or _TESTED[is_sound][0]
-        return self._process(np.zeros(size, np.float32) if is_sound else pillow().new("RGB", size), is_sound)
+        return self._process(_blank(is_sound, size or _TESTED[is_sound][0]), is_sound)
 
     def encode(self, text: str, cut: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
         """Return the tokens of a conversation, and for each its first character and the one after it.
@@ -204,6 +204,8 @@ class FolderProcessor:
                 media = [pillow().radial_gradient("L").resize(size).convert("RGB") for size in sizes]
             try:
                 alone = [self._alone(one, is_sound, mark) for one in media]
+                if self._alone(_blank(is_sound, sizes[1]), is_sound, mark)[1] != alone[1][1]:
+                    raise ValueError("its tokens depend on more than the size of an image or an audio clip")
                 try:
                     self.kinds[is_sound] = self._tested([[0], [1, 2]], media, alone, is_sound)
                 except Exception:  # it may handle several in another way than one
@@ -276,6 +278,10 @@ def joined(arrays: Sequence[NDArray[Any]], join: Join) -> NDArray[Any]:
     return np.concatenate(rows) if is_first else np.stack(rows)
 
 
+def _blank(is_sound: bool, size: tuple[int, ...]) -> Any:
+    return np.zeros(size, np.float32) if is_sound else pillow().new("RGB", size)
+
+
 def _own(values: Any, join: Join) -> NDArray[Any]:
     """Return the input of an image or an audio clip from the processor's output for it alone."""
     return np.asarray(values)[0] if join == "samples" else np.asarray(values)
@@ -317,7 +323,7 @@ def _class_name(folder: Path) -> str:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     named = next((fields["processor_class"] for fields in found if fields.get("processor_class")), None)
-    return str(named or PROCESSOR_MAPPING_NAMES.get(family))
+    return str(named or PROCESSOR_MAPPING_NAMES.get(family) or "processor")
 
 
 def processor_digest(folder: Path) -> str:
