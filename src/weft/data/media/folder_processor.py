@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -320,10 +321,9 @@ def _class_name(folder: Path) -> str:
         raise DataError(
             f"model.path={folder}: it has no processor. Copy the {' or '.join(_FILES)} of the model into it."
         )
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
+    known: Any = importlib.import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING_NAMES
     named = next((fields["processor_class"] for fields in found if fields.get("processor_class")), None)
-    return str(named or PROCESSOR_MAPPING_NAMES.get(family) or "processor")
+    return str(named or known.get(family) or "processor")
 
 
 def processor_digest(folder: Path) -> str:
