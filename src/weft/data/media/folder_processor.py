@@ -47,13 +47,13 @@ _SUFFIX_TEMPLATE = """
 {%- endfor -%}"""
 
 
-class Kind(NamedTuple):
+class MediaInputs(NamedTuple):
     """How a processor handles images, or audio clips.
 
     Attributes:
         mark: placeholder in rendered chats.
         inputs: names of the model's inputs, with their joins.
-        is_single: True if it handles several in a conversation in another way than one.
+        is_single: True if a conversation may have only one, because the processor handles several differently.
     """
 
     mark: str
@@ -93,10 +93,10 @@ class FolderProcessor:
         self._rate = int(getattr(extractor, "sampling_rate", 0) or 16_000)
         #: Maximum seconds of an audio clip.
         self.seconds = float(getattr(extractor, "chunk_length", None) or 30.0)
-        #: True if the answer is the processor's `suffix`, which is tokenized by itself, after a bidirectional prompt.
+        #: True if the answer is the processor's `suffix`, which is tokenized separately, after a bidirectional prompt.
         self.has_suffix = "suffix" in inspect.signature(type(self._processor).__call__).parameters
         #: Kinds of media: images (False) and audio clips (True).
-        self.kinds: dict[bool, Kind] = {}
+        self.kinds: dict[bool, MediaInputs] = {}
         #: Inputs that mark the tokens of media: value by token id. With a suffix, it is 1 from the answer on.
         self.types: dict[str, dict[int, int]] = {}
         self._find_kinds()
@@ -192,7 +192,7 @@ class FolderProcessor:
         """Find the kinds of media that the processor handles one by one.
 
         Raises:
-            DataError: if there is none.
+            DataError: if it handles no kind so.
         """
         why = "it reads no images and no audio clips in place of tokens"
         for is_sound, names in _PARTS.items():
@@ -209,7 +209,7 @@ class FolderProcessor:
                     raise ValueError("its tokens depend on more than the size of an image or an audio clip")
                 try:
                     self.kinds[is_sound] = self._tested([[0], [1, 2]], media, alone, is_sound)
-                except Exception:  # it may handle several in another way than one
+                except Exception:  # it may handle several differently
                     self.kinds[is_sound] = self._tested([[0], [1], [2]], media, alone, is_sound)
             except Exception as error:  # processors raise almost anything
                 why = _first(error)
@@ -222,7 +222,7 @@ class FolderProcessor:
 
     def _tested(
         self, groups: list[list[int]], media: list[Any], alone: list[tuple[dict[str, Any], str]], is_sound: bool
-    ) -> Kind:
+    ) -> MediaInputs:
         """Return how the processor handles media in conversations.
 
         Args:
@@ -252,7 +252,7 @@ class FolderProcessor:
             for name in marking:
                 self._learn_types(name, ids, low >= len(prompt), made[name][row][shown])
         inputs = [name for name in made if name not in (*_TEXT, *marking)]
-        return Kind(mark, {name: _join_of(name, made[name], groups, alone) for name in inputs}, len(groups) > 2)
+        return MediaInputs(mark, {name: _join_of(name, made[name], groups, alone) for name in inputs}, len(groups) > 2)
 
     def _learn_types(self, name: str, ids: NDArray[Any], is_answer: NDArray[Any], values: NDArray[Any]) -> None:
         """Add the token ids that an input marks to `types`.
