@@ -202,7 +202,7 @@ def test_other_families_train_like_one_process(family: str, plan: str, root: Pat
 
 
 @pytest.mark.parametrize("plan", gate_runs(PLANS[:2], 0))
-@pytest.mark.parametrize("family", gate_runs(PACKED, 0, 6))
+@pytest.mark.parametrize("family", gate_runs(PACKED, 6))
 def test_packed_conversations_train_like_one_by_one(family: str, plan: str, root: Path, ranks2: Any) -> None:
     prepared(root, {family: 0})
     task = opened(root, family, 0, "fit")

@@ -381,8 +381,12 @@ def _media_data(reading: TrainerReading, key: str, entries: Sequence[Mapping[str
     if len(entries) > 1 or not entry.get("file_name"):
         reading.note(key, NOT_BUILT, "task=chat reads one local path. Put the records into one file or folder")
         return
-    options = {"data" if key == "dataset" else "eval": str(root / entry["file_name"]), **_media_columns(entry)}
-    options |= {"text": entry.get("columns", {}).get("messages", "conversations")}
+    options: dict[str, object] = {
+        "data" if key == "dataset" else "eval": str(root / entry["file_name"]),
+        **_media_columns(entry),
+    }
+    if entry.get("formatting") in ("sharegpt", "openai"):
+        options["text"] = entry.get("columns", {}).get("messages", "conversations")
     options["max_pixels"] = reading.count("image_max_pixels", 768 * 768)
     frozen = [("vision", "freeze_vision_tower"), ("projector", "freeze_multi_modal_projector")]
     parts = [part for part, name in frozen if values.get(name, True)]
@@ -392,8 +396,9 @@ def _media_data(reading: TrainerReading, key: str, entries: Sequence[Mapping[str
         settings.setdefault("adapter.targets", ["language_model.*"])
     if (holdout := settings.pop("data.holdout", 0)) and not reading.is_on("eval_dataset"):
         options["holdout"] = holdout
-    for name in ("data.borders", "data.packing"):
-        settings.pop(name, None)
+    settings.pop("data.borders", None)
+    if settings.get("data.packing") != "fit":
+        settings.pop("data.packing", None)
     settings |= {"task.name": "chat", **{f"task.options.{name}": value for name, value in options.items()}}
     reading.note(key, BECAME, ", ".join(["task=chat", *(f"{name}={value}" for name, value in options.items())]))
     for name in ("image_max_pixels", *(name for _, name in frozen)):

@@ -201,7 +201,7 @@ class ChatSurvey:
             if is_sound and size[0] > seconds * size[1]:
                 return f"it has an audio clip longer than the {seconds:g} s that the model reads"
             if kinds[is_sound].is_single and sum(one == is_sound for one, _ in sizes) > 1:
-                return f"it has several {what}s, which the model's processor handles in another way than one"
+                return f"it has several {what}s, which the model's processor handles differently from one"
         if self.processor.has_suffix and not sizes:
             return "it has no image, without which the model's processor makes no inputs"
         try:

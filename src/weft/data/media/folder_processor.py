@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -46,13 +47,13 @@ _SUFFIX_TEMPLATE = """
 {%- endfor -%}"""
 
 
-class Kind(NamedTuple):
+class MediaInputs(NamedTuple):
     """How a processor handles images, or audio clips.
 
     Attributes:
         mark: placeholder in rendered chats.
         inputs: names of the model's inputs, with their joins.
-        is_single: True if it handles several in a conversation in another way than one.
+        is_single: True if a conversation may have only one, because the processor handles several differently.
     """
 
     mark: str
@@ -87,14 +88,15 @@ class FolderProcessor:
         self.folder, self.max_pixels = folder, max_pixels
         self._processor = _loaded(str(folder), processor_digest(folder))
         self.tokenizer: Any = self._processor.tokenizer
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         extractor = getattr(self._processor, "feature_extractor", None)
         self._rate = int(getattr(extractor, "sampling_rate", 0) or 16_000)
         #: Maximum seconds of an audio clip.
         self.seconds = float(getattr(extractor, "chunk_length", None) or 30.0)
-        #: True if the answer is the processor's `suffix`, which is tokenized by itself, after a bidirectional prompt.
+        #: True if the answer is the processor's `suffix`, which is tokenized separately, after a bidirectional prompt.
         self.has_suffix = "suffix" in inspect.signature(type(self._processor).__call__).parameters
         #: Kinds of media: images (False) and audio clips (True).
-        self.kinds: dict[bool, Kind] = {}
+        self.kinds: dict[bool, MediaInputs] = {}
         #: Inputs that mark the tokens of media: value by token id. With a suffix, it is 1 from the answer on.
         self.types: dict[str, dict[int, int]] = {}
         self._find_kinds()
@@ -140,8 +142,7 @@ class FolderProcessor:
 
         size: () for a small one.
         """
-        size = size or _TESTED[is_sound][0]
-        return self._process(np.zeros(size, np.float32) if is_sound else pillow().new("RGB", size), is_sound)
+        return self._process(_blank(is_sound, size or _TESTED[is_sound][0]), is_sound)
 
     def encode(self, text: str, cut: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
         """Return the tokens of a conversation, and for each its first character and the one after it.
@@ -191,7 +192,7 @@ class FolderProcessor:
         """Find the kinds of media that the processor handles one by one.
 
         Raises:
-            DataError: if there is none.
+            DataError: if it handles no kind so.
         """
         why = "it reads no images and no audio clips in place of tokens"
         for is_sound, names in _PARTS.items():
@@ -204,9 +205,11 @@ class FolderProcessor:
                 media = [pillow().radial_gradient("L").resize(size).convert("RGB") for size in sizes]
             try:
                 alone = [self._alone(one, is_sound, mark) for one in media]
+                if self._alone(_blank(is_sound, sizes[1]), is_sound, mark)[1] != alone[1][1]:
+                    raise ValueError("its tokens depend on more than the size of an image or an audio clip")
                 try:
                     self.kinds[is_sound] = self._tested([[0], [1, 2]], media, alone, is_sound)
-                except Exception:  # it may handle several in another way than one
+                except Exception:  # it may handle several differently
                     self.kinds[is_sound] = self._tested([[0], [1], [2]], media, alone, is_sound)
             except Exception as error:  # processors raise almost anything
                 why = _first(error)
@@ -219,7 +222,7 @@ class FolderProcessor:
 
     def _tested(
         self, groups: list[list[int]], media: list[Any], alone: list[tuple[dict[str, Any], str]], is_sound: bool
-    ) -> Kind:
+    ) -> MediaInputs:
         """Return how the processor handles media in conversations.
 
         Args:
@@ -249,7 +252,7 @@ class FolderProcessor:
             for name in marking:
                 self._learn_types(name, ids, low >= len(prompt), made[name][row][shown])
         inputs = [name for name in made if name not in (*_TEXT, *marking)]
-        return Kind(mark, {name: _join_of(name, made[name], groups, alone) for name in inputs}, len(groups) > 2)
+        return MediaInputs(mark, {name: _join_of(name, made[name], groups, alone) for name in inputs}, len(groups) > 2)
 
     def _learn_types(self, name: str, ids: NDArray[Any], is_answer: NDArray[Any], values: NDArray[Any]) -> None:
         """Add the token ids that an input marks to `types`.
@@ -274,6 +277,10 @@ def joined(arrays: Sequence[NDArray[Any]], join: Join) -> NDArray[Any]:
         one[:is_first] = 0
     rows = [np.pad(one, [(0, n) for n in more]) for one, more in zip(arrays, missing, strict=True)]
     return np.concatenate(rows) if is_first else np.stack(rows)
+
+
+def _blank(is_sound: bool, size: tuple[int, ...]) -> Any:
+    return np.zeros(size, np.float32) if is_sound else pillow().new("RGB", size)
 
 
 def _own(values: Any, join: Join) -> NDArray[Any]:
@@ -314,10 +321,9 @@ def _class_name(folder: Path) -> str:
         raise DataError(
             f"model.path={folder}: it has no processor. Copy the {' or '.join(_FILES)} of the model into it."
         )
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
+    known: Any = importlib.import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING_NAMES
     named = next((fields["processor_class"] for fields in found if fields.get("processor_class")), None)
-    return str(named or PROCESSOR_MAPPING_NAMES.get(family))
+    return str(named or known.get(family) or "processor")
 
 
 def processor_digest(folder: Path) -> str:

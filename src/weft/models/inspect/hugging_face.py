@@ -184,6 +184,8 @@ def headed_model(config: Any, head: str, words: str) -> nn.Module:
             return kind.from_config(config, trust_remote_code=False)
     except Exception as error:  # the error type depends on the config
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        if isinstance(error, ImportError):
+            raise ModelError(f"model.path: {first.partition('.')[0]}. Install it with pip.") from error
         raise ModelError(
             f"model.path: transformers has no {words} for model_type={family} ({first}). Give the folder of a {words}."
         ) from error
