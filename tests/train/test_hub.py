@@ -421,6 +421,15 @@ def test_teachers_are_names_too(hub: Hub, tmp_path):
         _checked_message(json.dumps(said).encode(), typed)
 
 
+@pytest.mark.full
+def test_verify_takes_names(hub: Hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", constants.HF_HUB_CACHE)  # for the ranks
+    hub.model("org/tiny").commit(tiny_files(tmp_path))
+    assert weft_command(["verify", "--model", "hf://org/tiny", "--plan", "dp_replicate=1", "--steps", "1"]) == 0
+    (tmp_path / "run.toml").write_text('plan = "dp_replicate=1"\nmodel = {path = "org/tiny"}\n')
+    assert weft_command(["verify", "--model", str(tmp_path / "run.toml"), "--steps", "1"]) == 0
+
+
 def test_commands_take_names(hub: Hub, tmp_path, monkeypatch, capfd):
     """The same names offline give the same output, without a request."""
     repo, run = hub.model("org/tiny"), weft_command
@@ -431,9 +440,8 @@ def test_commands_take_names(hub: Hub, tmp_path, monkeypatch, capfd):
         ["plan", "hf://org/tiny", "8xh100", "--seq-len", "32"],
         ["layout", "org/tiny@v1"],
         ["generate", "org/tiny", "--prompt", "a", "--max-tokens", "2", "--temperature", "0"],
-        ["verify", "--model", "hf://org/tiny", "--plan", "dp_replicate=1", "--steps", "1"],
     ]
-    before = []
+    before: list[str] = []
     for line in lines:
         assert run(line) == 0, line
         before.append(capfd.readouterr().out)
