@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -408,7 +409,8 @@ def test_teachers_are_names_too(hub: Hub, tmp_path):
     config = resolved_config(typed, run_folder(typed))
     assert config.task.options == {"teacher": f"hf://org/tiny?commit={commit}"}
     download_all(config)
-    assert find_task(config)._teacher.folder == local_folder(config.model.path)
+    task: Any = find_task(config)
+    assert task._teacher.folder == local_folder(config.model.path)
     # Another task may have an option of that name with another meaning.
     other = load_config(None, ["task.name=file.py:Own", "task.options.teacher=org/tiny"]).config
     assert resolved_config(other) == other
