@@ -252,8 +252,8 @@ def _failed(name: HubName, error: BaseException) -> str:
         return f"its files cannot be written to the cache ({error.strerror}). Free space, or set HF_HOME."
     no_folder = "" if is_hub_text(name.text) else "there is no such folder, and "
     return (
-        f"{no_folder}the download from the hub failed ({type(error.__cause__ or error).__name__}). Check the network and run the "
-        "same command again, or set HF_HUB_OFFLINE=1 if the cache has the files."
+        f"{no_folder}the download from the hub failed ({type(error.__cause__ or error).__name__}). Check the network "
+        "and run the same command again, or set HF_HUB_OFFLINE=1 if the cache has the files."
     )
 
 

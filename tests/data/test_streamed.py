@@ -81,7 +81,7 @@ def test_each_part_reads_its_files_once_before_any_again(tmp_path):
         assert own[:size] != own[size : 2 * size]
 
 
-@pytest.mark.parametrize("packing", ["concat", "fit", "pad"])
+@pytest.mark.parametrize("packing", ["concat", *(pytest.param(one, marks=pytest.mark.full) for one in ("fit", "pad"))])
 def test_batches_do_not_depend_on_ranks_and_microbatches(tmp_path, packing):
     write_files(tmp_path / "data")
     config = config_of(tmp_path / "data", f"data.packing={packing}")

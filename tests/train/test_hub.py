@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -408,7 +409,8 @@ def test_teachers_are_names_too(hub: Hub, tmp_path):
     config = resolved_config(typed, run_folder(typed))
     assert config.task.options == {"teacher": f"hf://org/tiny?commit={commit}"}
     download_all(config)
-    assert find_task(config)._teacher.folder == local_folder(config.model.path)
+    task: Any = find_task(config)
+    assert task._teacher.folder == local_folder(config.model.path)
     # Another task may have an option of that name with another meaning.
     other = load_config(None, ["task.name=file.py:Own", "task.options.teacher=org/tiny"]).config
     assert resolved_config(other) == other
@@ -421,16 +423,27 @@ def test_teachers_are_names_too(hub: Hub, tmp_path):
         _checked_message(json.dumps(said).encode(), typed)
 
 
+@pytest.mark.full
+def test_verify_takes_names(hub: Hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", constants.HF_HUB_CACHE)  # for the ranks
+    hub.model("org/tiny").commit(tiny_files(tmp_path))
+    assert weft_command(["verify", "--model", "hf://org/tiny", "--plan", "dp_replicate=1", "--steps", "1"]) == 0
+    (tmp_path / "run.toml").write_text('plan = "dp_replicate=1"\nmodel = {path = "org/tiny"}\n')
+    assert weft_command(["verify", "--model", str(tmp_path / "run.toml"), "--steps", "1"]) == 0
+
+
 def test_commands_take_names(hub: Hub, tmp_path, monkeypatch, capfd):
     """The same names offline give the same output, without a request."""
     repo, run = hub.model("org/tiny"), weft_command
     first = repo.commit(tiny_files(tmp_path), "main", "v1")
     lines = [
+        ["layout", "hf://org/tiny@v1"],
+        ["plan", "org/tiny", "8xh100", "--seq-len", "32"],
+        ["plan", "hf://org/tiny", "8xh100", "--seq-len", "32"],
         ["layout", "org/tiny@v1"],
         ["generate", "org/tiny", "--prompt", "a", "--max-tokens", "2", "--temperature", "0"],
-        ["verify", "--model", "hf://org/tiny", "--plan", "dp_replicate=1", "--steps", "1"],
     ]
-    before = []
+    before: list[str] = []
     for line in lines:
         assert run(line) == 0, line
         before.append(capfd.readouterr().out)
@@ -439,7 +452,8 @@ def test_commands_take_names(hub: Hub, tmp_path, monkeypatch, capfd):
     repo.commit({"config.json": QWEN}, "other")
     hub.requests.clear()
     go_offline(monkeypatch)
-    for line, text in zip(lines[:2], before, strict=False):
+    assert before[1].count("\n") > 5
+    for line, text in zip(lines[:1] + lines[3:5], before[:1] + before[3:5], strict=True):
         assert run(line) == 0, line
         assert capfd.readouterr().out == text
     assert not hub.requests

@@ -9,7 +9,7 @@ import typer
 
 from weft.config.model_spec import ModelSpec, named_sizes
 from weft.errors import ModelError, did_you_mean
-from weft.hub import downloaded_folder
+from weft.hub import downloaded_folder, is_hub_text
 from weft.units import format_count
 
 
@@ -61,7 +61,7 @@ def build_model(name: str) -> tuple[Any, Any]:
     from weft.models.inspect import hugging_face
 
     with torch.device("meta"):
-        if ":" in name:
+        if ":" in name and not is_hub_text(name):
             from weft.models.inspect.dry_run import call_function
 
             built, rest = call_function(name)

@@ -35,7 +35,7 @@ class _Exiting(Exception):
 
 
 class StreamedSequences(SampleStream):
-    """An endless stream of sequences of one source, whose order is that of its parts.
+    """An endless stream of the sequences of one source.
 
     Tokens of files that are no longer needed are deleted. Their numbers of sequences stay in the cache, and resuming
     tokenises only the files in use. Without these numbers it also tokenises the earlier files of the rank's parts.
