@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.choice import gate_runs
+from tests.parity.adapter_cases import AdapterCase
 from tests.parity.test_tensor import DECODERS
 from tools import live_memory
 from weft.comm.mesh import build_mesh
@@ -27,6 +28,7 @@ TWO = [
 ]  # fmt: skip
 FOUR = ["dp_shard=2 tp=2 zero=3 sp=on mlp_tiles=3 recompute=full"]
 CHOSEN = {name: DECODERS[name] for name in ("decoder", "gpt2", "hf-qwen2", "hf-gpt2")}
+CHOSEN["lora"] = AdapterCase(DECODERS["decoder"], targets=("attn.q", "mlp.*"))
 
 
 def check(pool, plan, chosen=CHOSEN):
