@@ -21,7 +21,7 @@ from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
 from weft.models.experts import routers
 from weft.models.registry import build_decoder
-from weft.parallel.expert import _by_expert, distribute_experts
+from weft.parallel.expert import _by_expert, distribute_experts, expect_experts
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.train.model_state import resume, state_slices
@@ -267,6 +267,22 @@ def test_undividable_experts_are_rejected(model, layout, text, ranks2):
         ranks2.run(distribute_once, "dp_shard=2 ep=2", model, layout)
     assert text in str(caught.value)
     assert ModelError.__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize(("family", "kind", "text"), [
+    ("llama4", "Llama4TextExperts", "its router multiplies the inputs of experts"),
+    ("dbrx", "DbrxExpertGLU", "its experts are rows of one matrix"),
+    ("jetmoe", "JetMoeParallelExperts", "it gets tokens that its model sorted by expert"),
+    ("longcat_flash", "LongcatFlashExperts", "some of its experts are the identity"),
+])  # fmt: skip
+def test_experts_in_other_forms_are_refused_by_class(family, kind, text):
+    models = pytest.importorskip("transformers").models
+    assert hasattr(getattr(models, family), f"modeling_{family}")
+    experts = getattr(getattr(getattr(models, family), f"modeling_{family}"), kind)
+    model = nn.ModuleDict({"experts": experts.__new__(experts)})
+    nn.Module.__init__(model["experts"])
+    with pytest.raises(ModelError, match=rf"ep=2: experts is {kind}: {text}.*Use ep=1, and zero=3"):
+        expect_experts(model, Layout.parse("experts=expert"), 2)
 
 
 def distribute_again(then: str) -> tuple[str, list[int]]:

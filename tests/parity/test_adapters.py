@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from tests.parity.adapter_cases import (
     stack_subjects,
 )
 from tests.parity.cases import cases
+from tests.parity.compiled import compiled_plan, train_compiled
 from tests.parity.plans import BROAD_GROUPS, RTOL, Cell, chosen_cells, differing
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import Axis, build_mesh
@@ -124,8 +127,9 @@ def test_trained_rows_and_saved_modules_match_one_process(ranks2):
 
 STACK_PLANS = {
     "stacks": ("dp_shard=2 zero=1", "dp_shard=2 zero=3", "dp_shard=2 ep=2", "dp_shard=2 ep=2 zero=3", "tp=2",
-               "tp=2 sp=on", "pp=2 accumulation=2", "cp=2"),
-    "stacks-dora": ("dp_shard=2 zero=2", "dp_shard=2 ep=2", "tp=2 sp=on", "pp=2 accumulation=2"),
+               "tp=2 sp=on", "pp=2 accumulation=2", "cp=2", "dp_shard=2 zero=3 offload=params+optimizer"),
+    "stacks-dora": ("dp_shard=2 zero=2", "dp_shard=2 zero=3 offload=activations",
+                    "dp_shard=2 ep=2", "tp=2 sp=on", "pp=2 accumulation=2"),
     "stacks-oss": ("dp_shard=2 zero=3", "dp_shard=2 ep=2", "tp=2"),
     "stacks-own": ("dp_replicate=2", "dp_shard=2 ep=2 zero=2 recompute=full", "tp=2 sp=on", "pp=2 accumulation=2"),
 }  # fmt: skip
@@ -140,6 +144,24 @@ def test_adapters_of_stacked_experts_match_one_process(ranks2):
     }
     found = differing(chosen, subjects, references, ranks2)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "dp_shard=2 ep=2", "dp_shard=2 zero=3 recompute=full"])
+def test_compiled_adapters_of_stacked_experts_match_one_process(plan, ranks2):
+    case = stack_subjects()["stacks-own"].case
+    want = train_case("precision=fp64", case)
+    for found in ranks2.run(train_compiled, compiled_plan(plan), case):
+        assert found.result.largest_difference(want) < RTOL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=1", "dp_shard=2 zero=3", "dp_shard=2 ep=2"])
+def test_adapters_of_stacked_experts_next_to_a_quantized_base_match_one_process(plan, ranks2):
+    one = stack_subjects()["stacks"]
+    one = dataclasses.replace(one, case=dataclasses.replace(one.case, base="nf4"))
+    cells = [Cell("stacks", Plan.parse(f"{plan} precision=fp64"))]
+    assert not differing(cells, {"stacks": one}, {one.case: train_plain(one.case)}, ranks2)
 
 
 @pytest.mark.full

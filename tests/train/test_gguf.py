@@ -165,6 +165,8 @@ def test_the_check_finds_a_wrong_file(tmp_path, monkeypatch, fault):
         ("qwen2", {"rope_parameters": {**LLAMA3_ROPE}}, "rope_type=llama3"),
         ("gemma2", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar=16"),
         ("gemma3", {"layer_types": ["full_attention"] * 7}, "layer_types"),
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping=.*None.*computes only both"),
+        ("qwen3", {"attention_bias": True}, "llama.cpp's qwen3 has no tensor for .*_proj.bias"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ],
 )

@@ -219,14 +219,15 @@ def export_gguf(
     merged: bool = False,
     checks: bool = True,
 ) -> str:
-    """Write a checkpoint's model as a GGUF file, and return a line about its greedy check.
+    """Write the checkpoint's model to a GGUF file, and return its dtype and the result of the greedy check.
 
-    The other arguments are those of `export_weights`.
-
-    checks: if True, transformers reads the file back, and its greedy tokens are compared.
+    Args:
+        checkpoint, dtype, like, run, merged: as in `export_weights`; `dtype` is one of GGUF_DTYPES.
+        file: output file.
+        checks: if True, transformers reads the file back, and its greedy tokens are compared.
 
     Raises:
-        ConfigError, CheckpointError, MissingExtra, ModelError: if the model cannot be exported this way.
+        ConfigError, CheckpointError, MissingExtra, ModelError: if the model cannot be exported to GGUF.
     """
     if file.exists():
         raise ConfigError(f"--gguf {file}: the file exists, and Weft does not overwrite it. Give another name.")

@@ -279,6 +279,8 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
     distributed.
     """
     ep, tp = mesh["ep"], mesh["tp"]
+    if ep.size > 1:
+        _refuse_unsupported(model, ep.size)
     found = dict(layers.find_experts(model, layout))
     if not found:
         if not any(isinstance(module, StandIn) for module in model.modules()):
@@ -298,8 +300,25 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
     return placements
 
 
+#: Experts of transformers that are not called as experts(tokens, ids, weights) on stacks of one number of experts.
+_UNSUPPORTED = {
+    "Llama4TextExperts": "its router multiplies the inputs of experts, and ep dispatches tokens that outputs weight",
+    "DbrxExpertGLU": "its experts are rows of one matrix, and ep divides stacks with one matrix per expert",
+    "JetMoeParallelExperts": "it gets tokens that its model sorted by expert, without their experts' ids",
+    "LongcatFlashExperts": "some of its experts are the identity, so its stacks have different numbers of experts",
+}
+
+
+def _refuse_unsupported(model: nn.Module, ep: int) -> None:
+    for path, module in model.named_modules():
+        if (why := _UNSUPPORTED.get(name := type(module).__name__)) is not None:
+            raise ModelError(f"ep={ep}: {path} is {name}: {why}. Use ep=1, and zero=3 to shard these experts.")
+
+
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
     """Raise ModelError if ep > 1 and the model has no experts, including modules with style `expert` in `layout`."""
+    if ep > 1:
+        _refuse_unsupported(model, ep)
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
             f"ep={ep}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of stacked "

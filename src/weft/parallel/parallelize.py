@@ -33,7 +33,6 @@ from weft.parallel.layers.float8 import choose_float8, use_float8
 from weft.parallel.layers.index_check import watch_indices
 from weft.parallel.layers.rope_tables import track_row_lengths
 from weft.parallel.layers.state_mixers import separate_states
-from weft.parallel.layers.tiled_mlp import tile_mlps
 from weft.parallel.local_means import refuse_frequencies, watch_local_means
 from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
@@ -44,6 +43,7 @@ from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
 from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, shard_tensors
+from weft.parallel.tiled_mlp import tile_mlps
 
 
 @dataclass(slots=True)

@@ -31,6 +31,8 @@ _ARCHITECTURES = {
     "gemma3_text": "gemma3", "gpt2": "gpt2",
 }  # fmt: skip
 _ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "gpt2": "gelu_new"}
+#: Beginnings of the names of tensors with a bias that llama.cpp reads, after ".attn_".
+_BIASES = {"llama": ("",), "gpt2": ("",), "qwen2": ("q.", "k.", "v."), "qwen3": (), "gemma2": (), "gemma3": ()}
 #: Layers of one period of sliding-window and full attention, and number of layers of the 27B model.
 _GEMMA = {"gemma2": (2, 46), "gemma3": (6, 62)}
 #: GPT-2's layers whose matrices are (inputs, outputs).
@@ -40,7 +42,7 @@ _CHECKED_TOKENS, _PROMPT_TOKENS = 32, 8
 
 
 def expect_family(model_type: str) -> None:
-    """Raise ModelError if no layout in GGUF is known for a `model_type` of transformers."""
+    """Raise ModelError unless `model_type` of transformers is a key of `_ARCHITECTURES`."""
     if model_type not in _ARCHITECTURES:
         raise ModelError(
             f"--gguf: model_type={model_type!r} is not one of {', '.join(_ARCHITECTURES)}, whose layout in GGUF is "
@@ -52,10 +54,10 @@ def write_gguf(folder: Path, out: Path, dtype: str, name: str) -> None:
     """Write a folder's weights, config and tokenizer as a GGUF file, one tensor at a time.
 
     Args:
-        folder: of a model of transformers.
-        out: file to write.
+        folder: a Hugging Face folder.
+        out: output file.
         dtype: key of `_TYPES` for matrices. Vectors and learned positions are stored in fp32.
-        name: the model's name in the file.
+        name: model name in the metadata.
 
     Raises:
         ModelError: if llama.cpp would not compute the same as transformers.
@@ -110,8 +112,10 @@ def _tensors(
                         f"--gguf: config.json ties the embeddings, and {file.name} has {key}. Remove one of the two."
                     )
                 target = names.get_name(key, (".weight", ".bias"))
-                if target is None:
-                    raise ModelError(f"--gguf: tensor {key!r} has no name in GGUF's {arch}. {_OTHER_TOOL}.")
+                if target is None or (
+                    key.endswith(".bias") and not target.rpartition(".attn_")[2].startswith(_BIASES[arch])
+                ):
+                    raise ModelError(f"--gguf: llama.cpp's {arch} has no tensor for {key!r}. {_OTHER_TOOL}.")
                 shape = tuple(opened.get_slice(key).get_shape())
                 turned = arch == "gpt2" and key.endswith(_TURNED)
                 shape = shape[::-1] if turned else shape
@@ -179,6 +183,9 @@ def _expect_same_function(config: Any, arch: str) -> None:
         wanted["query_pre_attn_scalar"] = (config.query_pre_attn_scalar, scale)
         wanted["layer_types"] = (list(config.layer_types), kinds)
         wanted["use_bidirectional_attention"] = (getattr(config, "use_bidirectional_attention", None) or False, False)
+    if arch == "gemma2":
+        caps = (config.attn_logit_softcapping, config.final_logit_softcapping)
+        wanted["attn_logit_softcapping and final_logit_softcapping"] = (caps, caps if all(caps) else "both")
     if arch == "gemma3":
         wanted["final_logit_softcapping"] = (config.final_logit_softcapping, None)
         wanted["attn_logit_softcapping"] = (config.attn_logit_softcapping, None)
@@ -195,7 +202,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _context_length(config: Any) -> int:
-    """Return the longest sequence for which llama.cpp computes the same: one window, where it has no windows."""
+    """Return the longest sequence for which llama.cpp computes the same: at most one window."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     has_window = window is not None and _ARCHITECTURES[config.model_type] not in _GEMMA
     return min(window, config.max_position_embeddings) if has_window else config.max_position_embeddings
@@ -241,9 +248,9 @@ def compare_greedy(folder: Path, file: Path, dtype: str) -> tuple[int, int]:
     Return how many of the greedy tokens of the folder's own weights are equal, and their number.
 
     Args:
-        folder: of a model of transformers.
-        file: the GGUF file.
-        dtype: key of `_TYPES` that the file was written with.
+        folder: a Hugging Face folder.
+        file: GGUF file that `write_gguf` wrote from it.
+        dtype: key of `_TYPES`, as in `write_gguf`.
 
     Raises:
         CheckpointError: if the file computes something else than the folder's weights rounded to `dtype`.
@@ -280,7 +287,7 @@ def compare_greedy(folder: Path, file: Path, dtype: str) -> tuple[int, int]:
 
 
 def _round(param: torch.Tensor | nn.Parameter, key: str, dtype: str) -> None:
-    """Round a tensor in place as the file does."""
+    """Round the elements of a tensor to the format of its GGUF type, in-place."""
     kind = _type_of(key, tuple(param.shape), dtype)
     packed = gguf.quantize(np.ascontiguousarray(param.detach().numpy()), kind)
     param.copy_(torch.from_numpy(gguf.dequantize(packed, kind).copy()))

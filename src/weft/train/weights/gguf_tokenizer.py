@@ -15,7 +15,7 @@ from weft.errors import ModelError
 _SPACE = "▁"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-#: Patterns that split text into words: llama.cpp's name, and if a word of the vocabulary is taken before merges.
+#: Patterns of pre-tokenizers: llama.cpp's name, and the value of `ignore_merges` that belongs to it.
 _SPLITS = {
     rf"{_CONTRACTIONS}\p{{N}}{_REST}": ("qwen2", False),
     rf"{_CONTRACTIONS}\p{{N}}{{1,3}}{_REST}": ("llama-bpe", True),
@@ -33,8 +33,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
     """Write tokens, merges or scores, special ids and the chat template.
 
     Args:
-        writer: the file.
-        folder: of a model of transformers.
+        writer: writer of the GGUF file.
+        folder: a Hugging Face folder.
         vocab_size: rows of the embedding. Rows without a token get the name [PADn].
 
     Raises:
@@ -86,7 +86,7 @@ def _parts(saved: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
 
 
 def _split_name(saved: Mapping[str, Any], has_merges: bool) -> str:
-    """Return llama.cpp's name of how a byte-level tokenizer splits text into words."""
+    """Return llama.cpp's name for the pre-tokenizer of a byte-level tokenizer."""
     *before, last = _parts(saved, "pre_tokenizer")
     kinds = [(one["type"], one.get("individual_digits"), one.get("behavior")) for one in before]
     found: tuple[str, bool] | None = None
@@ -105,10 +105,10 @@ def _split_name(saved: Mapping[str, Any], has_merges: bool) -> str:
     return found[0]
 
 
-def _sentencepiece(saved: Mapping[str, Any], pieces: list[str]) -> tuple[bool, dict[str, int]]:
-    """Return if a tokenizer in SentencePiece's form adds a space before a text, and the rank of each merged piece.
+def _sentencepiece(saved: Mapping[str, Any], merged: list[str]) -> tuple[bool, dict[str, int]]:
+    """Return if a SentencePiece tokenizer adds a leading space, and the rank of each merged token.
 
-    pieces: the results of its merges, in order.
+    merged: tokens that its merges produce, in order.
     """
     texts = [one.get("prepend") or one.get("content") for one in _parts(saved, "normalizer")]
     # Gemma splits at spaces, which its normalizer has replaced.
@@ -117,14 +117,14 @@ def _sentencepiece(saved: Mapping[str, Any], pieces: list[str]) -> tuple[bool, d
     if not adds or not saved["model"]["byte_fallback"]:
         raise _refusal("it is neither byte-level nor SentencePiece's with byte_fallback")
     ranks: dict[str, int] = {}
-    for rank, piece in enumerate(pieces):
-        if ranks.setdefault(piece, rank) != rank and pieces[rank - 1] != piece:
-            raise _refusal(f"its merges into {piece!r} have different ranks, and llama.cpp has one score per token")
+    for rank, token in enumerate(merged):
+        if ranks.setdefault(token, rank) != rank and merged[rank - 1] != token:
+            raise _refusal(f"its merges into {token!r} have different ranks, and llama.cpp has one score per token")
     return adds[0], ranks
 
 
 def _add_special(writer: gguf.GGUFWriter, tokenizer: Any, library: Any) -> None:
-    """Write special ids, what the tokenizer adds around a text, and the chat template."""
+    """Write ids of special tokens, the flags add_bos_token and add_eos_token, and the chat template."""
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
     plain, full = (library.encode("a", add_special_tokens=adds).ids for adds in (False, True))
     adds_bos, adds_eos = full[0] != plain[0], full[-1] != plain[-1]
