@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from weft.parallel.layers.tiled_mlp import tile_mlps
 
 from tests.choice import gate_runs
 from tests.parity.adapter_cases import AdapterCase
@@ -17,7 +18,6 @@ from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
-from weft.parallel.layers.tiled_mlp import tile_mlps
 from weft.parallel.parallelize import parallelize
 from weft.verify.parity import train_cases
 
