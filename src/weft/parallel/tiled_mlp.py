@@ -48,7 +48,8 @@ class TiledMLP(nn.Module):
 
 
 def _untiled(module: Any, x: Tensor) -> Tensor:
-    return super(TiledMLP, module).__call__(x.contiguous())  # in here, so that the copy is not saved
+    original: Any = super(TiledMLP, module)
+    return original.__call__(x.contiguous())  # in here, so that the copy is not saved
 
 
 def tile_mlps(model: nn.Module, num_tiles: int) -> None:
@@ -95,7 +96,7 @@ def _is_mlp(module: nn.Module) -> bool:
 def _treats_tokens_separately(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return True if forward(self, x) uses only linear layers, activations and functions of `_BY_TOKEN`."""
     code = inspect.unwrap(kind.forward).__code__
-    others = set(code.co_names) - set(module._modules) - _BY_TOKEN
+    others = set(code.co_names) - {name for name, _ in module.named_children()} - _BY_TOKEN
     chunks_features = "chunk" not in code.co_names or (-1 in code.co_consts and {0, 1}.isdisjoint(code.co_consts))
     layers = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
     is_linear = all(isinstance(part, nn.Linear) or is_transposed(part) for part in layers)
