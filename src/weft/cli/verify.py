@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,6 +69,10 @@ def verify(
         raise ConfigError(f"{given}=: it selects among the plans of --all. Use it with --all.")
     from weft.config.layout import Layout
     from weft.config.model_spec import size_hides
+    from weft.verify.rank_pool import start_imports
+
+    if (Path(model) / "config.json").is_file():
+        start_imports(hugging_face=True)
     from weft.verify.subject import Settings, find_subject
 
     if note := size_hides(model):
