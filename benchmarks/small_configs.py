@@ -42,7 +42,10 @@ SIZES: dict[str, Any] = {
 
 #: Values by a pattern of the name, the first that matches. None: the default stays.
 PATTERNS: tuple[tuple[str, int | None], ...] = (
-    (r"kernel|stride|padding|num_channels|in_channels|in_chans|temporal_patch|merge|factor|multiplier|freq|version", None),
+    (
+        r"kernel|stride|padding|num_channels|in_channels|in_chans|temporal_patch|merge|factor|multiplier|freq|version",
+        None,
+    ),
     (r"num_(hidden_)?groups$|interval|shift|num_labels|_idx|index$|indices|reduction|every|ratio|bits|dilation", None),
     (r"^(encoder|decoder)?_?depth$|(^|_)layers$|layers_per_stage|num_layer$|num_.*_layers$|n_layer|num_blocks$", 2),
     (r"(kv|key_value)_?heads$|num_kv", 2),
@@ -90,7 +93,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128, "image_size": 32},
     "ernie4_5_vl_moe_text": {"num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": [8, 8]},
-    "esm": {"vocab_size": 61},
+    "esm": {"vocab_size": 61, "pad_token_id": 0, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -111,6 +114,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "mobilevit": {"image_size": 64},
     "levit": {"image_size": 64},
+    "mimi": {"upsample_groups": 16},
+    "xlstm": {"num_heads": 2},
+    "xmod": {"default_language": "en_XX"},
+    "deepseek_v4": {"head_dim": 16, "o_groups": 2, "num_key_value_heads": 1, "compress_rates":
+                    {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "nemotron": {"num_key_value_heads": 4},
     "pp_lcnet": {"scale": 0.1, "class_expand": 32},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
@@ -165,6 +173,8 @@ class _Shrinker:
         special = SPECIAL.get(config.model_type or type(config).__name__, {})
         values = {**self._layers(config), **special}
         plain = _plain(type(config)) if depth else None
+        if getattr(config, "is_encoder_decoder", False):
+            values["is_encoder_decoder"] = True
         for name, value in _fields(config):
             if name in values:
                 continue
@@ -172,7 +182,7 @@ class _Shrinker:
                 values[name] = self.small(value, depth + 1).to_dict()
             elif name in ("rope_parameters", "rope_scaling"):
                 values |= self._rope(name, value, {**vars(config), **values})
-            elif name == "vocab_size" and value is None:
+            elif name in ("vocab_size", "num_experts_per_tok") and value is None:
                 values[name] = SIZES[name]
             elif name == "head_dim" and value is None and "hidden_size" in values:
                 values[name] = values["hidden_size"] // (values.get("num_attention_heads") or 4)
@@ -235,7 +245,10 @@ class _Shrinker:
         kinds = list(zip(*lists.values(), strict=True)) if lists else [()] * number
         firsts = sorted({kinds.index(kind) for kind in kinds})[:4]
         chosen = firsts if self.form == 0 and 2 <= len(firsts) else list(range(min(2, number)))
-        return {name: len(chosen), **{key: [self._entry(key, value[i]) for i in chosen] for key, value in lists.items()}}
+        return {
+            name: len(chosen),
+            **{key: [self._entry(key, value[i]) for i in chosen] for key, value in lists.items()},
+        }
 
     def _entry(self, name: str, value: Any) -> Any:
         """Return one layer's entry of a list, small if it is a size."""

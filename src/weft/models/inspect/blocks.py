@@ -184,9 +184,7 @@ def join_path(path: str, name: str) -> str:
 Body = Callable[[type], dict[str, Any]]
 
 
-def replace_class(
-    module: nn.Module, kind: type, body: Body | None = None, inside: bool = False, **state: Any
-) -> None:
+def replace_class(module: nn.Module, kind: type, body: Body | None = None, inside: bool = False, **state: Any) -> None:
     """Replace the module's class in place by one that derives from `kind` and from its own class.
 
     Args:
