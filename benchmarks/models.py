@@ -192,7 +192,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         f"{cells['DIFFERS']} give",
         f"other numbers and {cells['FAILED']} end in an error that is not Weft's own. "
         "The models have a few layers of width",
-        "16 with random weights: the table shows correctness, not speed. The second column has the task and the inputs.",
+        "16 with random weights: the table shows correctness, not speed.",
         "",
         "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts",
         "",

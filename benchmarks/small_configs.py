@@ -244,7 +244,7 @@ class _Shrinker:
         }
         kinds = list(zip(*lists.values(), strict=True)) if lists else [()] * number
         firsts = sorted({kinds.index(kind) for kind in kinds})[:4]
-        chosen = firsts if self.form == 0 and 2 <= len(firsts) else list(range(min(2, number)))
+        chosen = firsts if self.form == 0 and len(firsts) >= 2 else list(range(min(2, number)))
         return {
             name: len(chosen),
             **{key: [self._entry(key, value[i]) for i in chosen] for key, value in lists.items()},

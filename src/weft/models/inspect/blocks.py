@@ -189,10 +189,10 @@ def replace_class(module: nn.Module, kind: type, body: Body | None = None, insid
 
     Args:
         module: its class is replaced.
-        inside: True if `super().forward` of the own class calls `kind`, which must derive from the same torch class.
-        kind: the first base of the new class, or the second if `inside`. It references its subclasses weakly, so they are freed with their
-            modules.
+        kind: the first base of the new class, or the second if `inside`. It references its subclasses weakly, so they
+            are freed with their modules.
         body: returns additional members of the new class. It must be the same for every call with this kind and class.
+        inside: True if `super().forward` of the own class calls `kind`, which must derive from the same torch class.
         **state: attributes to set on the module, each with the prefix `_weft_`.
     """
     own = type(module)

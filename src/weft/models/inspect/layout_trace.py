@@ -87,7 +87,7 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
 
 
 def combined_features(model: nn.Module, example: Any = None) -> dict[str, str]:
-    """Map each layer whose output features an operation reduces or mixes to the reason. Arguments as in `trace_layout`."""
+    """Map each layer whose output features an operation combines to the reason. Arguments as in `trace_layout`."""
     example = example_of(model) if example is None else example
     return dict(_Trace(model).run(example).flow.broken)
 
