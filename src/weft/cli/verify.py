@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,8 +70,7 @@ def verify(
     from weft.config.model_spec import size_hides
     from weft.verify.rank_pool import start_imports
 
-    if (Path(model) / "config.json").is_file():
-        start_imports(hugging_face=True)
+    start_imports(model)
     from weft.verify.subject import Settings, find_subject
 
     if note := size_hides(model):

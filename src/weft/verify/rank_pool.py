@@ -28,12 +28,14 @@ _HUGGING_FACE = ["transformers.modeling_utils", "transformers.models.auto.modeli
 _AFTER_FAILURE_S = 5.0
 
 
-def start_imports(hugging_face: bool = False) -> None:
+def start_imports(model: str | None = None) -> None:
     """Start the process from which gloo ranks are forked, so that it imports torch while this process goes on.
 
-    hugging_face: True to import transformers too.
+    model: start it only if this is a Hugging Face folder, and import transformers too.
     """
-    forkserver.set_forkserver_preload(_IMPORTED + (_HUGGING_FACE if hugging_face else []))
+    if model is not None and not (Path(model) / "config.json").is_file():
+        return
+    forkserver.set_forkserver_preload(_IMPORTED + (_HUGGING_FACE if model else []))
     forkserver.ensure_running()
 
 
