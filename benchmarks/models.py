@@ -194,7 +194,8 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         "The models have a few layers of width",
         "16 with random weights: the table shows correctness, not speed.",
         "",
-        "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts",
+        "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts ·",
+        "° a row of an earlier run, with a config of other sizes",
         "",
         "| family | trained for | " + " | ".join(PLANS) + " |",
         "|---|---|" + "---|" * len(PLANS),
@@ -208,14 +209,17 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
                 continue
             number = notes.setdefault(_general(cell), len(notes) + 1)
             marks.append(f"{'–' if cell.startswith('refused') else '✗'} {number}")
-        lines.append(f"| {kind} | {_trained_for(row)} | " + " | ".join(marks) + " |")
+        mark = "°" if row.get("earlier") else ""
+        lines.append(f"| {kind}{mark} | {_trained_for(row)} | " + " | ".join(marks) + " |")
     lines += ["", "## Reasons", *(f"{number}. {note}" for note, number in notes.items()), ""]
     reasons: dict[str, list[str]] = {}
     for kind, row in rows.items():
         if "reason" in row:
             reasons.setdefault(_why(row["reason"]), []).append(kind)
     if reasons:
-        lines += ["## Not tried", *(f"- {', '.join(kinds)}: {why}" for why, kinds in reasons.items()), ""]
+        lines += ["## Could not be tried", *(f"- {', '.join(kinds)}: {why}" for why, kinds in reasons.items()), ""]
+    if untried := sorted(families().keys() - rows.keys()):
+        lines += ["## Not run yet", f"{', '.join(untried)}.", ""]
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ def equal_cells() -> dict[str, list[str]]:
     for line in TABLE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 2 + len(PLANS) and "●" in cells:
-            found[cells[0]] = [name for name, cell in zip(PLANS, cells[2:], strict=True) if cell == "●"]
+            found[cells[0].rstrip("°")] = [name for name, cell in zip(PLANS, cells[2:], strict=True) if cell == "●"]
     return found
 
 
