@@ -54,7 +54,7 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return a config and all configs inside it, such as that of a vision tower."""
+    """Return a config and all configs inside it, such as the config of a vision tower."""
     inside = [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
     return [config, *(part for each in inside for part in _parts(each))]
 
@@ -111,7 +111,7 @@ def runs(model: nn.Module, batch: dict[str, Any]) -> bool:
 
 
 def _choices(model: nn.Module, seq_len: int) -> list[dict[str, tuple[int, ...]]]:
-    """Return the sets of inputs to try, the likeliest first. The order of the names is that of `input_shapes`."""
+    """Return the sets of inputs to try, the likeliest first. Names are ordered as in `input_shapes`."""
     takes = inspect.signature(model.forward).parameters
     first = hugging_face.input_shapes(model, seq_len)
     tokens = {name: shape for name, shape in first.items() if name in hugging_face.TOKENS}

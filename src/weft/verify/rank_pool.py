@@ -29,7 +29,7 @@ _AFTER_FAILURE_S = 5.0
 
 
 def start_imports(model: str | None = None) -> None:
-    """Start the process from which gloo ranks are forked, so that it imports torch while this process goes on.
+    """Start the process from which gloo ranks are forked, so that it imports torch while this process does.
 
     model: start it only if this is a Hugging Face folder, and import transformers too.
     """
