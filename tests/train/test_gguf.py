@@ -197,6 +197,7 @@ def test_refuses_other_families_tokenizers_and_ties(tmp_path):
     for change, message in (
         ({"pre_tokenizer": digits}, "its pre-tokenizer is not that of GPT-2"),
         ({"normalizer": {"type": "Lowercase"}}, "it changes text"),
+        ({"model": {**saved["model"], "merges": []}}, "it has no merges"),
         ({"pre_tokenizer": None}, "neither byte-level nor SentencePiece's"),
     ):
         (folder / "tokenizer.json").write_text(json.dumps({**saved, **change}))

@@ -48,8 +48,8 @@ class TiledMLP(nn.Module):
 
 
 def _untiled(module: Any, x: Tensor) -> Tensor:
-    original: Any = super(TiledMLP, module)
-    return original.__call__(x.contiguous())  # in here, so that the copy is not saved
+    own: Any = super(TiledMLP, module)
+    return own.__call__(x.contiguous())  # in here, so that the copy is not saved
 
 
 def tile_mlps(model: nn.Module, num_tiles: int) -> None:

@@ -42,19 +42,21 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     library: Any = getattr(tokenizer, "backend_tokenizer", None)
-    saved = {} if library is None else json.loads(library.to_str())
-    if saved.get("model", {}).get("type") != "BPE":
+    saved: dict[str, Any] = {} if library is None else json.loads(library.to_str())
+    if library is None or saved["model"].get("type") != "BPE":
         raise _refusal("it is not byte-pair encoding in a tokenizer.json")
     names = {id: name for name, id in library.get_vocab(with_added_tokens=True).items()}
     if names and max(names) >= vocab_size:
         raise _refusal(f"it has id {max(names)}, and the embedding has {vocab_size} rows")
+    if not saved["model"]["merges"]:
+        raise _refusal("it has no merges, which llama.cpp needs; tokenizer.kind=bpe has them")
     types = dict.fromkeys(names, gguf.TokenType.NORMAL)
     for added in saved["added_tokens"]:
         types[added["id"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
     merges = [one if isinstance(one, str) else " ".join(one) for one in saved["model"]["merges"]]
     if "ByteLevel" in [one["type"] for one in _parts(saved, "pre_tokenizer")]:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split_name(saved, bool(merges)))
+        writer.add_tokenizer_pre(_split_name(saved))
         writer.add_token_merges(merges)
     else:
         adds_space, ranks = _sentencepiece(saved, [one.replace(" ", "") for one in merges])
@@ -85,7 +87,7 @@ def _parts(saved: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     return [] if one is None else one[field.replace("_", "") + "s"] if one["type"] == "Sequence" else [one]
 
 
-def _split_name(saved: Mapping[str, Any], has_merges: bool) -> str:
+def _split_name(saved: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for the pre-tokenizer of a byte-level tokenizer."""
     *before, last = _parts(saved, "pre_tokenizer")
     kinds = [(one["type"], one.get("individual_digits"), one.get("behavior")) for one in before]
@@ -93,8 +95,6 @@ def _split_name(saved: Mapping[str, Any], has_merges: bool) -> str:
     if last["type"] == "ByteLevel" and last["use_regex"]:
         names = {(): "gpt-2", (("Digits", True, None),): "smollm"}
         found = (names[tuple(kinds)], False) if tuple(kinds) in names else None
-    elif not before and not has_merges:  # bytes, whatever splits them
-        found = "gpt-2", saved["model"]["ignore_merges"]
     elif kinds == [("Split", None, "Isolated")] and not before[0]["invert"]:
         found = _SPLITS.get(before[0]["pattern"].get("Regex", ""))
     normalizers = {one["type"] for one in _parts(saved, "normalizer")}
