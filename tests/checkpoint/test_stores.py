@@ -330,7 +330,7 @@ def test_writer_killed_during_upload_leaves_no_valid_checkpoint(s3, tmp_path):
     script = (
         "import torch, time; from weft.checkpoint.save import save_checkpoint\n"
         "from weft.checkpoint.object_store import located\n"
-        "look = lambda group, values: (print('x', flush=True), time.sleep(0.2))\n"
+        "look = lambda group, name, values: (print('x', flush=True), time.sleep(0.2))\n"
         f"save_checkpoint(located('{root}'), 2, {{'model': {{'w': torch.zeros(30_000_000)}}}}, {{}}, look=look)"
     )
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)

@@ -89,6 +89,8 @@ class FakeEngine:
     def background_ranks(self):
         return RankGroup()
 
+    buffers = frozenset()
+
     def slices(self, *, aside=False):
         yield SavedSlice.full("model/line", RawArray.of(self.weights))
         yield SavedSlice.full("optimizer/line/momentum", RawArray.of(self.momentum))

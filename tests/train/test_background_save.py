@@ -187,7 +187,7 @@ def save_during_training(folder: str, fault: str) -> dict:
     together = RankGroup(mesh.rank, 2, talk.on_first, talk.gather)
     ended: list[object] = []
 
-    def look(group: str, values: RawArray) -> None:
+    def look(group: str, name: str, values: RawArray) -> None:
         time.sleep(0.01)
         if fault and mesh.rank == int(fault[-1]):
             raise {"interrupt": KeyboardInterrupt, "disk": OSError(28, "No space left on device")}[fault[:-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from contextlib import nullcontext
 
@@ -179,14 +180,17 @@ def test_more_steps_extend_the_schedule_with_a_message(start):
         ("model", -2e18, "a weight exceeds 1e+18"),
         ("optimizer", float("inf"), "a state of the optimizer is not finite"),
         ("optimizer", 2e30, ""),
+        ("buffer", float("-inf"), ""),
+        ("buffer", float("nan"), "a buffer is not a number"),
     ],
 )
 def test_values_that_spoil_tensors_are_detected_during_the_write(group, value, message, tmp_path):
     groups = {"model": {"w": torch.zeros(4)}, "optimizer": {"w/m": torch.zeros(4), "w/step": torch.tensor(3)}}
-    groups[group]["x"] = torch.tensor([0.0, value])
+    buffers = {"x"} if group == "buffer" else set()
+    groups["model" if buffers else group]["x"] = torch.tensor([0.0, value])
     pieces = [SavedSlice.full(f"{group}/{name}", t) for group, found in groups.items() for name, t in found.items()]
     with nullcontext() if not message else pytest.raises(UnfitError, match=re.escape(message)):
-        save_slices(tmp_path, 1, pieces, {}, RankGroup(), look=keeping.refuse_unfit)
+        save_slices(tmp_path, 1, pieces, {}, RankGroup(), look=functools.partial(keeping.refuse_unfit, buffers))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *([] if message else ["step_00000001"])]
 
 

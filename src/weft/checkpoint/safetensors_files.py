@@ -333,12 +333,12 @@ def write_tensors(
     path: Location,
     tensors: Mapping[str, Tensor | RawArray],
     entries: Mapping[str, TensorEntry],
-    look: Callable[[RawArray], None] | None = None,
+    look: Callable[[str, RawArray], None] | None = None,
 ) -> FileEntry:
     """Write one safetensors file and flush it to disk. One tensor at a time is copied to the CPU.
 
-    entries: dtype and shape by name. look: called with all values, some MiB at a time, as they are written; its
-    exception aborts the write.
+    entries: dtype and shape by name. look: called with each tensor's name and values, some MiB at a time, as they are
+    written; its exception aborts the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -352,7 +352,7 @@ def write_tensors(
     with DigestingFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(_bytes_of(tensors[name]), look and _in_slices(look, entries[name].dtype))
+            file.write(_bytes_of(tensors[name]), look and _in_slices(look, name, entries[name].dtype))
         return file.close()
 
 
@@ -361,9 +361,9 @@ def write_blocks(path: Location, blocks: Mapping[str, RawArray]) -> FileEntry:
     return write_tensors(path, blocks, {name: TensorEntry("", one.dtype, one.shape) for name, one in blocks.items()})
 
 
-def _in_slices(look: Callable[[RawArray], None], dtype: str) -> Callable[[bytes | memoryview], None]:
+def _in_slices(look: Callable[[str, RawArray], None], name: str, dtype: str) -> Callable[[bytes | memoryview], None]:
     width = DTYPE_BYTES[dtype]
-    return lambda chunk: look(RawArray(dtype, (len(chunk) // width,), memoryview(chunk)))
+    return lambda chunk: look(name, RawArray(dtype, (len(chunk) // width,), memoryview(chunk)))
 
 
 def _bytes_of(tensor: Tensor | RawArray) -> memoryview:

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 #: Maximum size of a file. A larger group is split into several files.
 MAX_FILE_BYTES = 4 * 2**30
-#: Called during a save with all values, as (group, some MiB of a tensor). It raises UnfitError to abort the save.
-Look = Callable[[str, RawArray], None]
+#: Called during a save with all values, as (group, name, some MiB of a tensor). It raises UnfitError to abort the save.
+Look = Callable[[str, str, RawArray], None]
 
 
 def save_checkpoint(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -156,6 +156,11 @@ GROUPS = ("model", "optimizer")
 
 class EngineState(Protocol):
     """Interface that saves and loads an engine's model and optimizer. All ranks call every method."""
+
+    @property
+    def buffers(self) -> Collection[str]:
+        """Names of the model's buffers on this rank. They may contain infinities."""
+        ...
 
     def slices(self, *, aside: bool = False) -> Iterable[SavedSlice]:
         """Return this rank's slices of weights and optimizer states, to be written before the next step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -77,6 +77,10 @@ class TorchState:
         step.wait_for_weights()
         # Computed once, because it needs communication and the base does not change.
         self._adapter = adapter_state(step.model)
+
+    @property
+    def buffers(self) -> Collection[str]:
+        return frozenset(name for name, _ in self._step.model.named_buffers())
 
     def slices(self, *, aside: bool = False) -> Iterable[SavedSlice]:
         self._step.wait_for_weights()

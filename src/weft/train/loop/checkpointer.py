@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from weft.checkpoint.folders import RankGroup, folder_name, step_in_name
 from weft.checkpoint.load import Found, list_checkpoints, load_checkpoint, newest_checkpoint, verify_checkpoint
@@ -241,14 +241,18 @@ def steps_in(root: Location) -> list[int]:
 _LARGEST_WEIGHT = 1e18
 
 
-def refuse_unfit(group: str, values: RawArray) -> None:
+def refuse_unfit(buffers: Collection[str], group: str, name: str, values: RawArray) -> None:
     """Raise UnfitError if a weight or an optimizer state is not finite, or if a weight's magnitude exceeds 1e18.
 
-    Values of groups that are not in `GROUPS` are not checked.
+    Values of groups that are not in `GROUPS` are not checked. `buffers` may be infinite, as limits and masks are.
     """
     if group not in GROUPS:
         return
     largest = values.largest()
+    if group == "model" and name in buffers:
+        if math.isnan(largest):
+            raise UnfitError("a buffer is not a number")
+        return
     if not math.isfinite(largest):
         raise UnfitError("a weight is not finite" if group == "model" else "a state of the optimizer is not finite")
     if group == "model" and largest > _LARGEST_WEIGHT:

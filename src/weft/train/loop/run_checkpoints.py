@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -132,8 +133,10 @@ class RunCheckpoints(Checkpoints):
         began, step = time.perf_counter(), progress.step
         state, slices = _run_state(self._engine, self._config, progress, is_good), self._slices()
 
+        look = functools.partial(refuse_unfit, self._engine.state.buffers)
+
         def write() -> Location:
-            path = save_slices(root, step, slices, state, self._channel, GROUPS, refuse_unfit)
+            path = save_slices(root, step, slices, state, self._channel, GROUPS, look)
             saved(step)
             return path
 
