@@ -184,17 +184,20 @@ def join_path(path: str, name: str) -> str:
 Body = Callable[[type], dict[str, Any]]
 
 
-def replace_class(module: nn.Module, kind: type, body: Body | None = None, **state: Any) -> None:
+def replace_class(module: nn.Module, kind: type, body: Body | None = None, inside: bool = False, **state: Any) -> None:
     """Replace the module's class in place by one that derives from `kind` and from its own class.
 
     Args:
         module: its class is replaced.
-        kind: the first base of the new class. It references its subclasses weakly, so they are freed with their
-            modules.
+        kind: the first base of the new class, or the second if `inside`. It references its subclasses weakly, so they
+            are freed with their modules.
         body: returns additional members of the new class. It must be the same for every call with this kind and class.
+        inside: True if `super().forward` of the own class calls `kind`, which must derive from the same torch class.
         **state: attributes to set on the module, each with the prefix `_weft_`.
     """
-    module.__class__ = _known(kind, type(module)) or _made(kind, type(module), body)
+    own = type(module)
+    bases = (own, kind) if inside else (kind, own)
+    module.__class__ = _known(kind, bases) or _made(own, bases, body)
     for name, value in state.items():
         setattr(module, f"_weft_{name}", value)
 
@@ -213,12 +216,12 @@ def class_before(module: nn.Module) -> type:
     return [kind for kind in now.__mro__ if (kind.__module__, kind.__qualname__) == named][-1]
 
 
-def _known(kind: type, own: type) -> type | None:
+def _known(kind: type, bases: tuple[type, type]) -> type | None:
     # type's own list of subclasses is the cache: it holds them weakly, so a model's classes go when the model goes.
-    return next((one for one in kind.__subclasses__() if one.__bases__ == (kind, own)), None)
+    return next((one for one in kind.__subclasses__() if one.__bases__ == bases), None)
 
 
-def _made(kind: type, own: type, body: Body | None) -> type:
+def _made(own: type, bases: tuple[type, type], body: Body | None) -> type:
     members = body(own) if body is not None else {}
     # The new class has the original's name and module, so code that checks the class name still works.
-    return type(own.__name__, (kind, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, **members})
+    return type(own.__name__, bases, {"__module__": own.__module__, "__qualname__": own.__qualname__, **members})

@@ -16,7 +16,7 @@ from weft.config.layout import Layout
 from weft.errors import LayoutError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.layers import KnownModel, find_lm_head, input_embeddings, parent_of
-from weft.models.inspect.layout_trace import FoundLayout, trace_layout, works_on_parts
+from weft.models.inspect.layout_trace import FoundLayout, combined_features, trace_layout, works_on_parts
 from weft.models.inspect.token_flow import mixing
 from weft.private_torch import named_modules
 
@@ -130,6 +130,9 @@ def _within(path: str, around: set[str]) -> bool:
 
 # Finding the layout of a model: Weft's own families, the plans of Hugging Face models, else tracing.
 
+#: Operations that reduce the features of a token to one number.
+_REDUCTIONS = ("mean", "sum", "std", "var", "norm", "amax", "amin", "max", "min", "topk", "cumsum", "sort")
+
 #: Names of the styles in a transformers `base_model_tp_plan`, and Weft's names for them.
 _HF_STYLES = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "partial"}
 
@@ -153,7 +156,7 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
         reasons: Mapping[str, str] = {} if model.has_routers else trace_layout(model).reasons
         return FoundLayout(model.tensor_layout(), f"the project's own layout of {model.family}", reasons)
     found = _from_tp_plan(model)
-    if found is None:
+    if found is None or _cuts_combined(model, found.layout, example):
         found = trace_layout(model, example)
     elif _replicated_attention(model, found.layout):
         found = _with_attention(model, example, found)
@@ -161,6 +164,22 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     if any("norm" in type(child).__name__.lower() for module in whole for child in module.children()):
         found = _with_attention(model, example, found, across_norms=True)
     return found
+
+
+def _cuts_combined(model: nn.Module, layout: Layout, example: Any) -> bool:
+    """Return True if a layer that a published plan shards by columns has its features reduced, as for a mean.
+
+    A rank would reduce its own part alone. False if the model cannot be traced.
+    """
+    try:
+        combined = combined_features(model, example)
+    except LayoutError:
+        return False
+    return any(layout.match(path) == "colwise" and _is_reduction(why) for path, why in combined.items())
+
+
+def _is_reduction(why: str) -> bool:
+    return any(f"combined in `{name}`" in why for name in _REDUCTIONS)
 
 
 def _replicated_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:

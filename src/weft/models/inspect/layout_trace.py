@@ -86,6 +86,12 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
     return dict(_Trace(model).run(example).inside)
 
 
+def combined_features(model: nn.Module, example: Any = None) -> dict[str, str]:
+    """Map each layer whose output features an operation combines to the reason. Arguments as in `trace_layout`."""
+    example = example_of(model) if example is None else example
+    return dict(_Trace(model).run(example).flow.broken)
+
+
 class _Trace:
     def __init__(self, model: nn.Module, across_norms: bool = False):
         self.model, self.across_norms = model, across_norms

@@ -59,6 +59,7 @@ class FullSequenceMixers(Context):
         self.is_own = is_own
         self._blocks, self._whole = tuple(blocks), tuple(whole)
         self.length = 0  #: length of the full sequences whose tokens the loss counts, in this forward
+        self.shapes: set[tuple[int, int]] = set()  #: (sequences, tokens) of the inputs of this forward, all tokens
 
     def order(self, seq_len: int) -> SequenceOrder:
         """Return which tokens of a sequence this rank holds.
@@ -257,6 +258,12 @@ class _Ends(_Hooks):
         given, rebuilt = self._split(args, kwargs)
         leaves, tree = tree_flatten(given)
         place = self._stream(leaves, module)
+        first, second = leaves[place].shape[:2]
+        if first != second and (second, first) in self._context.shapes:
+            raise ModelError(
+                f"cp={self._context.axis.size}: {type(module).__name__} gets hidden states of (tokens, sequences, "
+                "features), and the tokens of (sequences, tokens, features) can be sharded. Use cp=1 for this model."
+            )
         leaves[place] = self._own(leaves[place])
         shape = leaves[place].shape
         same_shape = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == shape]
@@ -361,6 +368,7 @@ class _Outer(_Hooks):
         size = self._context.axis.size
         counted = [length for name, length in lengths.items() if name.startswith("decoder_")] or [*lengths.values()]
         self._context.length = size * counted[0]
+        self._context.shapes = {(value.shape[0], size * value.shape[1]) for value in tokens.values()}
         for name, value in given.items():
             if name != "labels" and _has_tokens(name, value, lengths.values()):
                 order = self._context.order(size * value.shape[1])

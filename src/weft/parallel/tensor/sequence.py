@@ -19,7 +19,7 @@ from weft.comm.mesh import Axis
 from weft.config.layout import Layout, Style
 from weft.errors import LayoutError, PlanError
 from weft.models.decoder import Decoder
-from weft.models.inspect import layers, token_flow, token_regions
+from weft.models.inspect import hugging_face, layers, token_flow, token_regions
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.private_torch import plain_call, without_memory
 from weft.parallel.random.streams import ShardPosition
@@ -186,7 +186,8 @@ def plan_sequence(
     found = [layout.style(path) for path in ("embed", "head")]
     ends = isinstance(model, Decoder) and all(style is not None and style.name == "vocab" for style in found)
     outside = ("norm", "pos_embed") if ends else ()
-    here = list(chains.values()) if runs is None else runs
+    inside = None if runs is None else [[path for path in run if path in blocks] for run in runs]
+    here = list(chains.values()) if inside is None else list(filter(None, inside))
     if regions is not None and regions.why_apart:
         here = [[path] for path in blocks]
     ends_of_runs = tuple((run[0], run[-1]) for run in here)
@@ -219,8 +220,18 @@ def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, 
 
 
 def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[str, nn.Module]:
-    """Return the repeated blocks that tensor parallelism may shard, by path."""
-    return {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
+    """Return the repeated blocks that tensor parallelism may shard, by path.
+
+    Of a Hugging Face model with towers for images or audio, these are the blocks of its text decoder: the tokens of a
+    tower are not those of the text.
+    """
+    blocks = {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
+    if not hugging_face.is_hugging_face(model) or getattr(model.config, "is_encoder_decoder", False):
+        return blocks
+    decoder: Any = model.get_decoder()  # pyright: ignore[reportCallIssue] - the model itself without one
+    place = next((path for path, module in model.named_modules() if module is decoder), "")
+    text = {path: block for path, block in blocks.items() if not place or path.startswith(f"{place}.")}
+    return text if len(set(map(layers.parent_of, text))) == 1 else blocks
 
 
 def _names(module: nn.Module) -> list[str]:

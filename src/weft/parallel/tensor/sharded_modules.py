@@ -433,13 +433,16 @@ class ShardedNorm(nn.Module):
         return self._weft_form.scaled(x, copy_to(sum_over(mean, axis), axis), self.weight)
 
 
-class VocabEmbedding(nn.Module):
-    """Embedding with this rank's rows of the table. Ids of other rows give zeros, and the ranks' outputs are summed."""
+class VocabEmbedding(nn.Embedding):
+    """Embedding with this rank's rows of the table. Ids of other rows give zeros, and the ranks' outputs are summed.
+
+    `replace_class` puts it after a subclass of nn.Embedding, whose own forward, such as a norm, then gets the sum.
+    """
 
     weight: nn.Parameter
     _weft_line: SharedLayer
 
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the embeddings (B, T, D) of ids (B, T), or of this rank's tokens if the next layers shard them."""
         line, rows_here = self._weft_line, self.weight.shape[0]
         local_BT = ids_BT - line.axis.rank * rows_here

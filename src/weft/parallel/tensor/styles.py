@@ -311,7 +311,6 @@ class VocabParallel:
 
     def apply(self, path: str, module: nn.Module) -> None:
         """Shard the vocabulary of an embedding or head."""
-        del path
         context, axis = self._context, self._context.axis
         vocab = layers.weight_of(module).shape[0]
         placement = Placement(cut=("tp",), pad=-vocab % axis.size)
@@ -328,13 +327,30 @@ class VocabParallel:
                 inside = local if 0 <= local < rows else None
                 module.padding_idx = inside  # pyright: ignore[reportAttributeAccessIssue] - torch infers an int alone
             module.num_embeddings = rows
-            replace_class(module, VocabEmbedding, line=context.ends)
+            replace_class(module, VocabEmbedding, inside=_looks_up_below(path, module), line=context.ends)
             return
         _set_sizes(module)
         entry = Entry(context.ends, layers.weight_of(module).shape[1], None)
         entry.members.append(module)
         chunking = LossChunking.agreed(axis, context.mesh.device, context.is_compiled)
         make_head(module, context.ends, vocab, entry, hugging_face.scales_logits(context.model), chunking)
+
+
+def _looks_up_below(path: str, module: nn.Embedding) -> bool:
+    """Return True if a subclass of nn.Embedding calls its forward and computes with the result, such as a norm of it.
+
+    Raises:
+        LayoutError: if it reads the table in its own code, which would get a rank's rows.
+    """
+    own = type(module).__mro__[: type(module).__mro__.index(nn.Embedding)]
+    forwards = [kind.__dict__["forward"] for kind in own if "forward" in kind.__dict__]
+    foreign = [each for each in forwards if not each.__module__.startswith("weft.")]
+    if any(not {"super", "forward"} <= set(each.__code__.co_names) for each in foreign):
+        raise LayoutError(
+            f"layout: {path} ({type(module).__name__}) reads its table in a forward of its own, and with "
+            f"{path}=vocab a rank has a part of the table. Use {path}=replicate."
+        )
+    return bool(foreign) and len(foreign) == len(forwards)
 
 
 class ParameterParallel:
