@@ -68,6 +68,9 @@ def verify(
         raise ConfigError(f"{given}=: it selects among the plans of --all. Use it with --all.")
     from weft.config.layout import Layout
     from weft.config.model_spec import size_hides
+    from weft.verify.rank_pool import start_imports
+
+    start_imports(model)
     from weft.verify.subject import Settings, find_subject
 
     if note := size_hides(model):

@@ -7,6 +7,7 @@ tokens, images, audio, and decoder tokens for an encoder-decoder.
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from torch.utils.data import DataLoader
 from weft.config.hugging_face_config import image_shape, resize
 from weft.errors import ModelError
 from weft.models.inspect import dry_run, hugging_face
+from weft.train.microbatches import call_model
 from weft.train.tasks.decoder_loss import IGNORE
 
-_PARTS = ("text_config", "vision_config", "audio_config")
+#: Settings of randomness in training: dropout, dropped layers, noise of routers, masks over a spectrogram.
+_RANDOM = re.compile(r"drop|jitter|^mask_(time|feature)_prob$")
+#: Raw audio samples of one item, and the side of an image, for models without a size in their config.
+_SAMPLES, _SIDE = 1600, 64
 
 
 def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size: int | None) -> Any:
@@ -31,8 +36,8 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
     """
     config = hugging_face.load_model_config(path)
     for part in _parts(config):
-        for name in vars(part):
-            if "dropout" in name or "jitter" in name or name.endswith("pdrop"):
+        for name, value in list(vars(part).items()):
+            if _RANDOM.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
                 setattr(part, name, 0.0)
     if num_layers:
         for part in _parts(config):
@@ -49,7 +54,9 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
 
 
 def _parts(config: Any) -> list[Any]:
-    return [config, *(found for name in _PARTS if (found := getattr(config, name, None)) is not None)]
+    """Return a config and all configs inside it, such as the config of a vision tower."""
+    inside = [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
+    return [config, *(part for each in inside for part in _parts(each))]
 
 
 def _reduce_width(config: Any, dim: int) -> None:
@@ -74,29 +81,95 @@ def _reduce_width(config: Any, dim: int) -> None:
 def has_inputs(model: nn.Module) -> bool:
     """Return True if `inputs_of` supports the model."""
     config = getattr(model, "config", None)
-    return config is not None and bool(hugging_face.input_shapes(model, 1))
+    return config is not None and bool(_choices(model, 1))
 
 
-def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
+def choose_inputs(model: nn.Module, seq_len: int, text_alone: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return the shape of one sample of each input, by name: the first choice with which a forward works.
+
+    text_alone: True to leave out images and audio.
+    """
+    choices = [each for each in _choices(model, seq_len) if not text_alone or each.keys() <= set(hugging_face.TOKENS)]
+    dtype = next(model.parameters()).dtype
+    for shapes in choices if len(choices) > 1 else ():
+        if runs(model, _random_inputs(model, shapes, 2, dtype, torch.Generator().manual_seed(0))):
+            return shapes
+    return choices[0] if choices else {}
+
+
+def runs(model: nn.Module, batch: dict[str, Any]) -> bool:
+    """Return True if a forward of the model in eval mode works."""
+    is_training = model.training
+    try:
+        with torch.no_grad():
+            call_model(model.eval(), batch)
+    except Exception:  # other people's code may raise anything
+        return False
+    finally:
+        model.train(is_training)
+    return True
+
+
+def _choices(model: nn.Module, seq_len: int) -> list[dict[str, tuple[int, ...]]]:
+    """Return the sets of inputs to try, the likeliest first. Names are ordered as in `input_shapes`."""
+    takes = inspect.signature(model.forward).parameters
+    first = hugging_face.input_shapes(model, seq_len)
+    tokens = {name: shape for name, shape in first.items() if name in hugging_face.TOKENS}
+    media: list[dict[str, tuple[int, ...]]] = []
+    for part in _parts(model.config):
+        mels = next((found for name in _MELS if type(found := getattr(part, name, None)) is int), 0)
+        frames = getattr(part, "max_length", None)
+        frames = frames if type(frames) is int and frames > 20 else 4 * seq_len
+        for name in ("input_features", "input_values") if mels else ():
+            media += [{name: (frames, mels)}, {name: (mels, frames)}, {name: (1, mels, frames)}]
+        if (number := getattr(part, "num_frames", None) or getattr(part, "frames_per_clip", None)) is not None:
+            image = image_shape(part) or (3, _SIDE, _SIDE)
+            media += [{"pixel_values": (number, *image)}, {"pixel_values_videos": (number, *image)}]
+        channels = getattr(part, "num_channels", None) or getattr(part, "in_channels", None)
+        if channels and image_shape(model.config) is None and type(channels) is int:
+            media.append({"pixel_values": (channels, _SIDE, _SIDE)})
+    media += [{"input_values": (_SAMPLES,)}, {"pixel_values": (3, _SIDE, _SIDE)}]
+    known = [each for each in media if each.keys() <= takes.keys() and not each.keys() & tokens.keys()]
+    beside = {name: shape for name, shape in tokens.items() if name == "decoder_input_ids"}
+    found = [first, *(each | beside for each in known), *(each | tokens for each in known), tokens]
+    return [each for index, each in enumerate(found) if each and each not in found[:index]]
+
+
+#: Names of the number of features of one audio frame.
+_MELS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "n_mels", "input_dim")
+
+
+def inputs_of(
+    model: nn.Module,
+    shapes: dict[str, tuple[int, ...]],
+    size: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    rng: torch.Generator,
+) -> dict[str, Any]:
     """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them.
 
     Tokens are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
     samples). The last sample has no trained token, so that ranks count different numbers of tokens.
     """
-    config: Any = model.config
-    shapes, batch = hugging_face.input_shapes(model, seq_len), {}
-    vocab_size = hugging_face.vocab_size(config) or 1
-    for name, shape in shapes.items():
-        if name in hugging_face.TOKENS:
-            batch[name] = torch.randint(vocab_size, (size, *shape), generator=rng)
-        else:
-            batch[name] = torch.randn((size, *shape), generator=rng, dtype=torch.float64).to(dtype)
-    kinds = list(shapes)
+    batch, kinds = _random_inputs(model, shapes, size, dtype, rng), list(shapes)
     if kinds[-1] in hugging_face.TOKENS:
         if "pixel_values" not in kinds:
-            batch["labels"] = token_labels(vocab_size, (size, seq_len), rng)
+            batch["labels"] = token_labels(hugging_face.vocab_size(model.config) or 1, (size, seq_len), rng)
     elif kinds == ["pixel_values"]:
-        batch["labels"] = torch.randint(getattr(config, "num_labels", 2), (size,), generator=rng)
+        batch["labels"] = torch.randint(getattr(model.config, "num_labels", 2), (size,), generator=rng)
+    return batch
+
+
+def _random_inputs(
+    model: nn.Module, shapes: dict[str, tuple[int, ...]], size: int, dtype: torch.dtype, rng: torch.Generator
+) -> dict[str, Any]:
+    batch: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        if name in hugging_face.TOKENS:
+            batch[name] = torch.randint(hugging_face.vocab_size(model.config) or 1, (size, *shape), generator=rng)
+        else:
+            batch[name] = torch.randn((size, *shape), generator=rng, dtype=torch.float64).to(dtype)
     return batch
 
 
@@ -142,7 +215,7 @@ def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Tensor]:
     """Return the model's input for `count` images: (count, channels, side, side), or patches and their grid sizes."""
-    vision = config.vision_config
+    vision = getattr(config, "vision_config", None)
     merge = getattr(vision, "spatial_merge_size", None)
     if merge is not None and getattr(vision, "temporal_patch_size", None):
         grid, channels = torch.tensor([[1, 2 * merge, 2 * merge]]).repeat(count, 1), getattr(vision, "in_channels", 3)

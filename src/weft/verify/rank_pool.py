@@ -8,6 +8,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -20,9 +21,22 @@ from weft.errors import CommError, WeftError
 #: Kinds of failure, the most informative first: a rank raised an error, died, or did not finish in time.
 _TELLING = ("error", "dead", "late")
 #: Modules that are imported once, in a process from which gloo ranks are forked, because importing takes seconds.
-_IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train", "weft.verify.parity"]
+_IMPORTED = ["torch._dynamo", "weft.verify.verifier"]
+#: The same for models of transformers.
+_HUGGING_FACE = ["transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
 #: Seconds that the other ranks may continue after one has failed.
 _AFTER_FAILURE_S = 5.0
+
+
+def start_imports(model: str | None = None) -> None:
+    """Start the process from which gloo ranks are forked, so that it imports torch while this process does.
+
+    model: start it only if this is a Hugging Face folder, and import transformers too.
+    """
+    if model is not None and not (Path(model) / "config.json").is_file():
+        return
+    forkserver.set_forkserver_preload(_IMPORTED + (_HUGGING_FACE if model else []))
+    forkserver.ensure_running()
 
 
 class RankError(CommError):
@@ -64,7 +78,7 @@ class RankPool:
         # Forked processes cannot use CUDA if an import in the parent initialized it, so only gloo ranks are forked.
         if self._backend == "gloo":
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(_IMPORTED)
+            start_imports()  # no effect if it has started
         else:
             context = multiprocessing.get_context("spawn")
         store = Path(self._folder.name) / "store"

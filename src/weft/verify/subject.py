@@ -44,7 +44,15 @@ from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.train.tasks.registry import find_task
 from weft.train.weights.published_weights import fill_full
 from weft.train.weights.run_adapter import with_adapter
-from weft.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
+from weft.verify.foreign_config import (
+    choose_inputs,
+    has_inputs,
+    inputs_of,
+    read_config,
+    runs,
+    samples_with_images,
+    token_labels,
+)
 from weft.verify.matrix import covering, row_of, sample
 from weft.verify.parity import SampleCase, local_microbatches
 
@@ -304,15 +312,15 @@ class BuiltCase(SampleCase):
     ):
         self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
         self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
-        if data is None and vocab_size is None and hugging_face.reads_images_as_tokens(model):
-            given = subject.settings
-            count = given.num_steps * given.global_batch
-            data = samples_with_images(model, count, given.global_batch, given.seq_len, given.seed)
         self._built, self._forward, self._data, self._task = model, forward, data, task
         self._loss_fn, self._vocab_size, self._optimizer = loss_fn, vocab_size, subject.optimizer
         has_norms = any(isinstance(module, BATCH_NORMS) for module in model.modules())
         self.norm_group = subject.settings.global_batch if has_norms else 0
         self.notes = _quieten(model)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        if data is None and vocab_size is None and has_inputs(model):
+            self._data = self._with_images(subject.settings)
+            self._shapes = choose_inputs(model, subject.settings.seq_len, text_alone=self._text_alone)
         if subject.settings.dtype == "float64":
             # transformers then loops over experts: its default grouped matmul does not support float64.
             choices = (getattr(module, "set_experts_implementation", None) for module in model.modules())
@@ -324,6 +332,22 @@ class BuiltCase(SampleCase):
 
     def model(self) -> nn.Module:
         return self._built
+
+    def _with_images(self, given: Settings) -> Any:
+        """Return samples with images for a model that replaces tokens by them, or None if it trains on text alone."""
+        self._text_alone = False
+        if not hugging_face.reads_images_as_tokens(self._built):
+            return None
+        count, why = given.num_steps * given.global_batch, "its forward fails on the images that Weft makes"
+        try:
+            data = samples_with_images(self._built, count, given.global_batch, given.seq_len, given.seed)
+            if runs(self._built, _floats(data(0, given.global_batch), DTYPES[given.dtype])):
+                return data
+        except ModelError as error:
+            why = str(error).partition(": ")[2].partition(". Return")[0]
+        self._text_alone = True
+        self.notes.append(f"the model trains on text alone: {why}")
+        return None
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(model.named_parameters(), self._optimizer)
@@ -340,7 +364,7 @@ class BuiltCase(SampleCase):
             return _floats(self._data(step, size), dtype)
         generator = torch.Generator().manual_seed(self.settings.seed * 1000 + step)
         if self._vocab_size is None:
-            return inputs_of(self._built, size, self.settings.seq_len, dtype, generator)
+            return inputs_of(self._built, self._shapes, size, self.settings.seq_len, dtype, generator)
         shape = (size, self.settings.seq_len)
         ids = torch.randint(self._vocab_size, shape, generator=generator)
         labels = token_labels(self._vocab_size, shape, generator)
@@ -399,6 +423,8 @@ class BuiltCase(SampleCase):
             return (output - target).square().sum(), len(output)
         if output.ndim == 3 and labels.shape == output.shape[:2]:
             return token_cross_entropy(output, batch)
+        if self.kind == "hf" and (output.ndim != 2 or labels.ndim != 1):  # boxes, features, classes of a sequence
+            return (output - 0.5).square().sum(), len(output)
         logits = output if output.dtype == torch.float64 else output.float()
         return F.cross_entropy(logits, labels, reduction="sum"), len(output)
 
