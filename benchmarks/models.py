@@ -1,9 +1,12 @@
 """Which Hugging Face families train under which technique: `weft verify` of each, on two ranks, as a table.
 
-python benchmarks/models.py                       writes docs/reference/models.md; some 10 minutes on two quiet cores
+python benchmarks/models.py                       writes docs/reference/models.md; some 30 minutes on two quiet cores
 python benchmarks/models.py --only llama,t5       prints the rows of these alone; --techniques cp,pp: of these columns
 
-Models are two layers of width 16 with random weights, made from transformers' own configs, in float64. A cell is
+Results are kept in build/models.jsonl, one line for each family, and a new run tries only families without a line;
+--again tries those of --only, or all, once more.
+
+Models have a few layers of width 16 with random weights, made from transformers' own configs, in float64. A cell is
 "equal" where loss, norm, gradients and weights of two steps equal those of PyTorch alone, "refused" where Weft says in
 a sentence that it cannot, and anything else is a defect.
 """
@@ -11,22 +14,26 @@ a sentence that it cannot, and anything else is a defect.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
+import signal
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.small_configs import small_config
 from weft.config.plan import Plan
-from weft.models.inspect.hugging_face import model_of_config
+from weft.models.inspect.hugging_face import load_model_config, model_of_config
 from weft.verify.rank_pool import RankPool
-from weft.verify.subject import Settings, find_subject
+from weft.verify.subject import Settings, Subject, find_subject
 from weft.verify.verifier import Verifier
 
 PLANS = {
@@ -38,45 +45,33 @@ PLANS = {
     "pp": "pp=2 microbatches=2",
     "ep": "dp_shard=2 ep=2 zero=1",
 }
-#: Auto classes whose families are tried, with what they are trained for.
+#: Auto classes whose families are tried, with what they are trained for. A family is tried in the first that has it.
 TASKS = {
     "AutoModelForSeq2SeqLM": "sequence to sequence",
     "AutoModelForSpeechSeq2Seq": "speech to text",
+    "AutoModelForImageTextToText": "images and text to text",
+    "AutoModelForMultimodalLM": "media and text to text",
     "AutoModelForCausalLM": "next token",
     "AutoModelForMaskedLM": "masked token",
+    "AutoModelForCTC": "speech, CTC logits",
+    "AutoModelForAudioClassification": "sounds",
     "AutoModelForImageClassification": "images",
+    "AutoModelForVideoClassification": "videos",
+    "AutoModelForSequenceClassification": "classes of texts",
+    "AutoModelForTokenClassification": "classes of tokens",
+    "AutoModelForMaskedImageModeling": "masked patches",
+    "AutoModelForSemanticSegmentation": "segments of images",
+    "AutoModelForUniversalSegmentation": "segments of images",
+    "AutoModelForDepthEstimation": "depth of images",
+    "AutoModelForZeroShotImageClassification": "images and their texts",
+    "AutoModelForTimeSeriesPrediction": "time series",
+    "AutoModelForTextEncoding": "features of texts",
+    "AutoModel": "features",
 }
-#: Small values for what configs call their sizes.
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(
-        ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"), 16
-    ),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads",), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 32),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "d_kv", "ffn_hidden_size"), 8),
-    **dict.fromkeys(("head_dim", "rotary_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 4),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "query_pre_attn_scalar"), 8),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "n_group", "moe_k"), 2),
-    **dict.fromkeys(("topk_group", "n_shared_experts"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions"), 64),
-    "max_source_positions": 20,
-    "num_mel_bins": 8,
-    "image_size": 16,
-    "patch_size": 8,
-    "num_labels": 5,
-    "vocab_size": 61,
-    "first_k_dense_replace": 1,
-    "type_vocab_size": 2,
-    "sliding_window": 8,
-}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 3}
 #: More parameters than this: the config has sizes by other names.
-MOST_PARAMETERS = 300_000
+MOST_PARAMETERS = 600_000
+#: Seconds for one family with all techniques, and for one technique.
+LONGEST_S, LONGEST_CELL_S = 240, 60
 
 
 def families() -> dict[str, tuple[str, str]]:
@@ -91,117 +86,156 @@ def families() -> dict[str, tuple[str, str]]:
     return found
 
 
-def small_config(kind: str, class_name: str) -> Any:
-    """A config of that type with small sizes."""
-    from transformers import CONFIG_MAPPING
-
-    config = CONFIG_MAPPING[kind]()
-    for name, value in {**SIZES, **TOKENS}.items():
-        try:
-            if getattr(config, name, None) is not None:
-                setattr(config, name, value)
-        except (AttributeError, NotImplementedError, TypeError):
-            continue
-    if getattr(config, "kv_lora_rank", None):  # latent attention makes keys for every head from one latent
-        config.num_key_value_heads, config.qk_head_dim = config.num_attention_heads, 2 * SIZES["qk_rope_head_dim"]
-    if isinstance(getattr(config, "layer_types", None), list):
-        config.layer_types = config.layer_types[:2]
-    if "sparse" in (kinds := getattr(config, "mlp_layer_types", None) or ()) or "dense" in kinds:
-        config.mlp_layer_types = ["dense", "sparse"]
-    for name in ("no_rope_layers", "attention_layers"):
-        if isinstance(getattr(config, name, None), list):
-            setattr(config, name, getattr(config, name)[:2])
-    config.architectures = [class_name]
-    return config
-
-
-def row_of(kind: str, class_name: str, folder: Path, pool: RankPool) -> dict[str, str]:
-    """What became of each technique: "equal", "refused: why", or a defect in words. Raises where there is no model."""
-    config = small_config(kind, class_name)
-    (folder / "config.json").write_text(
-        json.dumps({**config.to_dict(), "model_type": kind, "architectures": [class_name]})
-    )
+def subject_of(kind: str, class_name: str, folder: Path, form: int) -> Subject:
+    """Write the config of a small model of the family into the folder. Raises where it cannot be built small."""
+    config = small_config(kind, class_name, form)
+    text = {**config.to_dict(), "model_type": config.model_type, "architectures": [class_name]}
+    (folder / "config.json").write_text(json.dumps(text))
     with torch.device("meta"):
-        model = model_of_config(config)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    has_experts = any("expert" in name for name, _ in model.named_modules())
-    if num_parameters > MOST_PARAMETERS:
-        raise ValueError(f"{num_parameters:,} parameters: its sizes have other names")
-    subject = find_subject(str(folder), Settings(num_steps=2, seq_len=16, global_batch=4))
+        model = model_of_config(load_model_config(folder))
+    if (number := sum(p.numel() for p in model.parameters())) > MOST_PARAMETERS:
+        raise ValueError(f"{number:,} parameters: some sizes have other names")
+    return find_subject(str(folder), Settings(num_steps=2, seq_len=16, global_batch=4))
+
+
+@contextlib.contextmanager
+def verifier_of(kind: str, class_name: str, pool: RankPool) -> Iterator[Verifier]:
+    """Give the verifier of the first form of the small model that PyTorch alone can train."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as exits:
+        errors = []
+        for form in range(3):
+            try:
+                subject = subject_of(kind, class_name, Path(folder), form)
+                verifier = exits.enter_context(Verifier(subject, 2, pool))
+                break
+            except TimeoutError:
+                raise
+            except Exception as error:  # other people's configs may raise anything
+                errors.append(error)
+        else:
+            raise errors[0]
+        yield verifier
+
+
+def row_of(kind: str, class_name: str, pool: RankPool, techniques: list[str] | None = None) -> dict[str, Any]:
+    """What became of each technique: "equal", "refused: why", or a defect in words. Raises where there is no model."""
     cells: dict[str, str] = {}
-    with Verifier(subject, 2, pool) as verifier:
-        for technique, plan in PLANS.items():
+    with verifier_of(kind, class_name, pool) as verifier:
+        case = verifier.subject.build()
+        has_experts = any("expert" in name for name, _ in case.model().named_modules())
+        inputs = sorted(set(case.batch(0)) - {"labels"})
+        for technique in techniques or PLANS:
             if technique == "ep" and not has_experts:
                 cells[technique] = ""
                 continue
-            verdict = verifier.verify(Plan.parse(plan), explain=False)
+            verdict = verifier.verify(Plan.parse(PLANS[technique]), explain=False)
             if verdict.refused:
                 cells[technique] = f"refused: {verdict.refused.splitlines()[0]}"
             elif verdict.error:
                 cells[technique] = f"FAILED: {verdict.error.strip().splitlines()[-1]}"
             else:
                 cells[technique] = "equal" if verdict.passed else f"DIFFERS by {verdict.max_rel_diff:.1e}"
-    return cells
+    return {"inputs": inputs, "cells": cells}
 
 
-def measure(only: set[str], pool: RankPool) -> tuple[dict[str, tuple[str, dict[str, str]]], dict[str, str]]:
-    """Rows of all families by name, and those that could not be tried, with the reason."""
-    rows, left_out = {}, {}
-    chosen = {kind: found for kind, found in sorted(families().items()) if not only or kind in only}
+def _late(*_: Any) -> None:
+    raise TimeoutError(f"takes more than {LONGEST_S} s")
+
+
+def measure(chosen: dict[str, tuple[str, str]], results: Path, techniques: list[str] | None) -> None:
+    """Try the families, one line of the results for each: its cells, or the reason why it cannot be tried."""
+    pool = RankPool(2, timeout_s=LONGEST_CELL_S)
+    signal.signal(signal.SIGALRM, _late)
     for kind, (class_name, task) in chosen.items():
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        row: dict[str, Any] = {"family": kind, "task": task}
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            signal.alarm(LONGEST_S)
             try:
-                rows[kind] = (task, row_of(kind, class_name, Path(folder), pool))
-                told = " ".join(f"{name}:{cell.split(':')[0]}" for name, cell in rows[kind][1].items())
+                row |= row_of(kind, class_name, pool, techniques)
+                told = " ".join(f"{name}:{cell.split(':')[0]}" for name, cell in row["cells"].items())
             except Exception as error:  # other people's configs may raise anything
-                told = left_out[kind] = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        print(f"{kind:<24} {time.perf_counter() - start:5.1f} s  {told}", file=sys.stderr, flush=True)
-    return rows, left_out
+                told = row["reason"] = (" ".join(str(error).split()) or type(error).__name__)[:300]
+                if isinstance(error, TimeoutError):
+                    pool.close()
+                    pool = RankPool(2, timeout_s=LONGEST_CELL_S)
+            finally:
+                signal.alarm(0)
+        row["seconds"] = round(time.perf_counter() - start, 1)
+        print(f"{kind:<24} {row['seconds']:5.1f} s  {told}", file=sys.stderr, flush=True)
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    pool.close()
 
 
-def page(rows: dict[str, tuple[str, dict[str, str]]], left_out: dict[str, str]) -> str:
+def read_results(results: Path) -> dict[str, dict[str, Any]]:
+    """Rows by family; a later line of a family replaces the earlier."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    rows = {row["family"]: row for row in map(json.loads, lines)}
+    return dict(sorted(rows.items()))
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
     """The table and the reasons, as Markdown."""
-    tried = [cell for _, row in rows.values() for cell in row.values() if cell]
-    cells = Counter(cell.split(":")[0].split(" by")[0] for cell in tried)
+    tried = {kind: row for kind, row in rows.items() if "cells" in row}
+    cells = Counter(
+        cell.split(":")[0].split(" by")[0] for row in tried.values() for cell in row["cells"].values() if cell
+    )
     total = sum(cells.values())
     lines = [
         "<!-- Written by benchmarks/models.py; run it again instead of editing this page. -->",
         "# Hugging Face families by technique",
-        f"`python benchmarks/models.py` trained {len(rows)} families of transformers for two steps on two ranks under",
+        f"`python benchmarks/models.py` trained {len(tried)} families of transformers for two steps on two ranks under",
         "each technique and compared loss, gradient norm, gradients and weights with PyTorch alone in float64 (1e-10):",
         f"{cells['equal']} of {total} cells are equal, {cells['refused']} are refused with a sentence, "
         f"{cells['DIFFERS']} give",
         f"other numbers and {cells['FAILED']} end in an error that is not Weft's own. "
-        "The models are two layers of width",
+        "The models have a few layers of width",
         "16 with random weights: the table shows correctness, not speed.",
         "",
-        "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts",
+        "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts ·",
+        "° a row of an earlier run, with a config of other sizes",
         "",
         "| family | trained for | " + " | ".join(PLANS) + " |",
         "|---|---|" + "---|" * len(PLANS),
     ]
     notes: dict[str, int] = {}
-    for kind, (task, row) in rows.items():
+    for kind, row in tried.items():
         marks = []
-        for cell in row.values():
+        for cell in row["cells"].values():
             if cell in ("", "equal"):
                 marks.append("●" if cell else "")
                 continue
             number = notes.setdefault(_general(cell), len(notes) + 1)
             marks.append(f"{'–' if cell.startswith('refused') else '✗'} {number}")
-        lines.append(f"| {kind} | {task} | " + " | ".join(marks) + " |")
+        mark = "°" if row.get("earlier") else ""
+        lines.append(f"| {kind}{mark} | {_trained_for(row)} | " + " | ".join(marks) + " |")
     lines += ["", "## Reasons", *(f"{number}. {note}" for note, number in notes.items()), ""]
-    if left_out:
-        lines += [
-            "## Not tried",
-            "Their configs have sizes by other names, need code outside transformers, or PyTorch alone cannot train",
-            "them on plain tokens or images:",
-            ", ".join(sorted(left_out)) + ".",
-            "",
-        ]
+    reasons: dict[str, list[str]] = {}
+    for kind, row in rows.items():
+        if "reason" in row:
+            reasons.setdefault(_why(row["reason"]), []).append(kind)
+    if reasons:
+        lines += ["## Could not be tried", *(f"- {', '.join(kinds)}: {why}" for why, kinds in reasons.items()), ""]
+    if untried := sorted(families().keys() - rows.keys()):
+        lines += ["## Not run yet", f"{', '.join(untried)}.", ""]
     return "\n".join(lines)
+
+
+def _trained_for(row: dict[str, Any]) -> str:
+    """The task, and "text alone" where a family of several media got only text."""
+    inputs = set(row["inputs"])
+    is_text = inputs <= {"input_ids", "decoder_input_ids"}
+    media = any(word in row["task"] for word in ("images", "media", "speech"))
+    return row["task"] + (", text alone" if is_text and media else "")
+
+
+def _why(reason: str) -> str:
+    """The reason without the folder and without what the reader of the page cannot use."""
+    found = re.sub(r"model=\S+?: ", "", reason).partition(" Fix the model, its data")[0]
+    found = re.sub(r" You can install it with pip.*| Please note.*", "", found)
+    return found.rstrip(".")[:200] + "."
 
 
 def _general(cell: str) -> str:
@@ -218,17 +252,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="families, with commas")
     parser.add_argument("--out", default="docs/reference/models.md")
-    parser.add_argument("--techniques", default="", help="with --only: these alone, with commas")
+    parser.add_argument("--results", default="build/models.jsonl")
+    parser.add_argument("--again", action="store_true", help="try families that have a result once more")
+    parser.add_argument("--techniques", default="", help="with --only: these alone, with commas; nothing is kept")
     options = parser.parse_args()
-    for name in set(PLANS) - set(options.techniques.split(",")) if options.only and options.techniques else ():
-        del PLANS[name]
-    only = set(filter(None, options.only.split(",")))
-    with RankPool(2, timeout_s=120) as pool:
-        rows, left_out = measure(only, pool)
+    only, techniques = set(filter(None, options.only.split(","))), list(filter(None, options.techniques.split(",")))
+    chosen = {kind: found for kind, found in sorted(families().items()) if not only or kind in only}
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "models.jsonl") if techniques else Path(options.results)
+        results.parent.mkdir(parents=True, exist_ok=True)
+        known = {} if options.again else read_results(results)
+        measure({kind: found for kind, found in chosen.items() if kind not in known}, results, techniques or None)
+        rows = read_results(results)
     if only:
-        print(page(rows, left_out))
+        print(page({kind: row for kind, row in rows.items() if kind in only}))
     else:
-        Path(options.out).write_text(page(rows, left_out))
+        Path(options.out).write_text(page(rows))
 
 
 if __name__ == "__main__":
