@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from weft.data.batches import host_values, map_tensors, parts_of, tensors_in
-from weft.errors import ModelError
+from weft.errors import ModelError, WeftError
 from weft.models.inspect import blocks
 from weft.models.inspect.chain import Chain
 from weft.parallel.layers.index_check import StandIn
@@ -108,8 +108,8 @@ class ValueSurvey:
     def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> StageRoute:
         """Return the tensors that cross stages for a batch of this structure.
 
-        Raises ModelError if a stage needs a value that cannot be received, if forward draws random numbers outside
-        blocks, or if it never calls a block.
+        Raises ModelError if a stage needs a value that cannot be received, if forward fails, draws random numbers
+        outside blocks, or never calls a block.
         """
         key = _structure(batch), full_masks(batch), training
         if key not in self._routes:
@@ -144,7 +144,7 @@ class ValueSurvey:
         try:
             with torch.random.fork_rng(devices=cuda), torch.no_grad(), drawing_by(_AnyPositions()):
                 state = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
-                output = forward(self._model, batch)
+                output = self._forward(forward, batch)
                 after = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
         finally:
             handle.remove()
@@ -158,6 +158,18 @@ class ValueSurvey:
         route = self._routed(list(tensors_in(output)))
         self._calls.clear()
         return route
+
+    def _forward(self, forward: ForwardFn, batch: Any) -> Any:
+        try:
+            return forward(self._model, batch)
+        except (WeftError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the model's code may raise any exception
+            told = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200].rstrip(".: ")
+            raise ModelError(
+                f"pp: forward of {type(self._model).__name__} fails on a stage that has only some of its modules "
+                f"({told}). If one process can train this model, use pp=1."
+            ) from error
 
     def _without_towers(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return without_towers(model, self._towers, args, kwargs)
