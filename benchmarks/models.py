@@ -209,11 +209,11 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     )
     told = (
         f"`python benchmarks/models.py` trained {len(tried)} families of transformers for two steps on two ranks under "
-        "each technique, and compared loss, gradient norm, gradients and weights with PyTorch alone in float64 (1e-10). "
+        "each technique, and compared loss, gradient norm, gradients and weights with PyTorch alone (float64, 1e-10). "
         f"{cells['equal']} of {sum(cells.values())} cells are equal. {cells['refused']} are refused with a sentence. "
-        f"{cells['rounding']} differ less than 10 times as much as PyTorch alone, if its samples come in reverse order. "
-        f"{cells['DIFFERS']} give other numbers, and {cells['FAILED']} end in an error that is not Weft's own. The models "
-        "have a few layers of width 16 with random weights, so the table shows correctness, not speed."
+        f"{cells['rounding']} differ less than 10 times as much as PyTorch alone if its samples come in reverse order. "
+        f"{cells['DIFFERS']} give other numbers, and {cells['FAILED']} end in an error that is not Weft's own. The "
+        "models have a few layers of width 16 with random weights, so the table shows correctness, not speed."
     )
     lines = [
         "<!-- Written by benchmarks/models.py; run it again instead of editing this page. -->",
