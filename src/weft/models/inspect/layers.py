@@ -104,11 +104,13 @@ def table_params(module: nn.Module) -> set[nn.Parameter]:
 def find_experts(model: nn.Module, layout: Layout | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules of stacked experts by path.
 
-    These are modules with `stacks_experts`, modules in the expert plan of a transformers model, and modules that a
-    layout calls `expert`.
+    These are modules with `stacks_experts`, modules in the expert plan of a transformers model or of a part such as its
+    text decoder, and modules that a layout calls `expert`.
     """
-    plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
-    patterns = [key for key, style in plan.items() if style == "ep_dispatch_experts"]
+    config = getattr(model, "config", None)
+    configs = [config, *vars(config).values()] if hasattr(config, "base_model_ep_plan") else []
+    plans: list[dict[str, str]] = [getattr(one, "base_model_ep_plan", None) or {} for one in configs]
+    patterns = [key for plan in plans for key, style in plan.items() if style == "ep_dispatch_experts"]
     known = [re.compile(r"(?:.*\.)?" + re.escape(key).replace(r"\*", r"[^.]+")) for key in patterns]
     for path, module in named_modules(model):
         by_layout = layout is not None and layout.match(path) == "expert"
