@@ -17,7 +17,8 @@ import weft
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.data.order.user_stream import StreamLoader, count_parts
+from weft.data.order.stream import count_parts
+from weft.data.order.user_stream import StreamLoader
 from weft.errors import DataError, WeftWarning
 from weft.train.microbatches import from_loader
 

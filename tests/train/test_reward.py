@@ -68,7 +68,6 @@ def test_chats_use_the_template_and_texts_are_joined(task):
         ({"prompt": "a ", "chosen": "good"}, "it has no column 'rejected'"),
         ({"prompt": "a ", "chosen": "good", "rejected": 3}, "record 1"),
         ({"prompt": "a ", "chosen": "good", "rejected": ""}, "record 1"),
-        ({"prompt": "the cat " * 40, "chosen": "good", "rejected": "bad"}, "the same first train.seq_len=32 tokens"),
     ],
 )
 def test_refused_records(task, row, text):

@@ -89,6 +89,12 @@ def _scramble_array(value: np.ndarray, key: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
+def count_parts(num_shards: int, global_batch: int) -> int:
+    """Return the largest divisor of the global batch for which equal parts use at least 95 % of the shards."""
+    counts = range(min(num_shards, global_batch), 0, -1)
+    return next(n for n in counts if global_batch % n == 0 and 20 * (num_shards // n * n) >= 19 * num_shards)
+
+
 def permutation(size: int, *parts: int | str) -> Permutation:
     """Return the permutation of range(size) for a key of `parts`, such as a seed, a source and an epoch."""
     return Permutation(size, derive_key(*parts))

@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from weft.config import partitioning as shares
+from weft.data.order.stream import count_parts
 from weft.data.order.user_dataloader import AsBatch, CollateParts
 from weft.errors import DataError, WeftWarning
 
@@ -128,12 +129,6 @@ class StreamLoader:
                     "another order. Use the same global batch and shards."
                 )
         self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
-
-
-def count_parts(num_shards: int, global_batch: int) -> int:
-    """Return the largest divisor of the global batch for which equal parts use at least 95 % of the shards."""
-    counts = range(min(num_shards, global_batch), 0, -1)
-    return next(n for n in counts if global_batch % n == 0 and 20 * (num_shards // n * n) >= 19 * num_shards)
 
 
 def _check(source: Any, global_batch: int, dp_size: int) -> None:

@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.config.run_config import RunConfig
-from weft.data.order.stream import Rows, Sample, SampleStream, derive_key, permutation
-from weft.data.order.user_stream import count_parts
+from weft.data.order.stream import Rows, Sample, SampleStream, count_parts, derive_key, permutation
 from weft.data.store.prepared import CachedSource, PreparedData, RequestedSource, key_of, ready_source
 from weft.data.text.schema import Schema
 from weft.data.text.source import find_files

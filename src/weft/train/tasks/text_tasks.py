@@ -465,11 +465,7 @@ class RewardTask(FolderTask):
         pairs = [self._pair(record) for record in records]
         texts = {"chosen": [one for one, _ in pairs], "rejected": [other for _, other in pairs]}
         columns = {kind: list(self.encoded(listed, add_special_tokens=False)) for kind, listed in texts.items()}
-        for record, *both in zip(records, *columns.values(), strict=True):
-            if np.array_equal(both[0]["input_ids"], both[1]["input_ids"]):
-                length = f"train.seq_len={self.config.train.seq_len}"
-                record.refuse(f"both answers have the same first {length} tokens. Raise it, or leave the record out.")
-            row = dict(zip(columns, both, strict=True))
+        for row in (dict(zip(columns, one, strict=True)) for one in zip(*columns.values(), strict=True)):
             named = {f"{name}.{kind}": one[name] for kind, one in row.items() for name in one if name != "is_cut"}
             yield {**named, "is_cut": np.max([one["is_cut"] for one in row.values()], axis=0)}
 
