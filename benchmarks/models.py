@@ -31,7 +31,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.small_configs import small_config
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.small_configs import small_config
 from weft.config.plan import Plan
 from weft.models.inspect.hugging_face import load_model_config, model_of_config
 from weft.verify.rank_pool import RankPool

@@ -57,6 +57,12 @@ CASES = [
     ("decay-belongs-to-wsd", ["schedule.decay_steps=10"],
      "schedule.decay_steps=10: only schedule.kind=wsd has a separate decay, and schedule.kind is cosine. Leave it "
      "out, or use schedule.kind=wsd."),
+    ("stream-without-epochs", ["data.stream=true", "train.epochs=2"],
+     "data.stream=true: train.epochs=2 needs the number of samples, which a stream does not have before its end. Use "
+     "train.steps."),
+    ("stream-of-one-source", ["data.stream=true", 'data.train=[{path="a.jsonl"},{path="b.jsonl"}]'],
+     "data.stream=true: data.train has 2 sources, and a stream reads one. Give one folder or glob, or leave "
+     "data.stream out."),
     ("tokenizer-path-given", ["tokenizer.kind=file"],
      'tokenizer.path="": tokenizer.kind=file needs a saved tokenizer. '
      "Set tokenizer.path to a tokenizer.json or its folder."),

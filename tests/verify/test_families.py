@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models import PLANS, families, page, row_of, verifier_of
-from benchmarks.small_configs import small_config
 from tests.choice import gate_runs
+from tools.small_configs import small_config
 from weft.config.plan import Plan
 
 pytest.importorskip("transformers")

@@ -442,7 +442,7 @@ class VocabEmbedding(nn.Embedding):
     weight: nn.Parameter
     _weft_line: SharedLayer
 
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - ids
         """Return the embeddings (B, T, D) of ids (B, T), or of this rank's tokens if the next layers shard them."""
         line, rows_here = self._weft_line, self.weight.shape[0]
         local_BT = ids_BT - line.axis.rank * rows_here
