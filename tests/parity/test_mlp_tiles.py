@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from weft.parallel.layers.tiled_mlp import tile_mlps
 
 from tests.choice import gate_runs
 from tests.parity.adapter_cases import AdapterCase
@@ -19,6 +18,7 @@ from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
 from weft.parallel.parallelize import parallelize
+from weft.parallel.tiled_mlp import tile_mlps
 from weft.verify.parity import train_cases
 
 #: 3 tiles of a rank's tokens are uneven. The number of tiles is limited to the number of tokens.
