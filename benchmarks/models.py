@@ -91,7 +91,7 @@ def families() -> dict[str, tuple[str, str]]:
 
 
 def subject_of(kind: str, class_name: str, folder: Path, form: int) -> Subject:
-    """Write the config of a small model of the family into the folder. Raises where it cannot be built small."""
+    """Write a small config of the family into the folder. Raise ValueError if the model stays large."""
     config = small_config(kind, class_name, form)
     text = {**config.to_dict(), "model_type": config.model_type, "architectures": [class_name]}
     (folder / "config.json").write_text(json.dumps(text))
@@ -122,7 +122,7 @@ def verifier_of(kind: str, class_name: str, pool: RankPool) -> Iterator[Verifier
 
 
 def row_of(kind: str, class_name: str, pool: RankPool, techniques: list[str] | None = None) -> dict[str, Any]:
-    """What became of each technique: "equal", "refused: why", or a defect in words. Raises where there is no model."""
+    """Return the inputs of a family, and for each technique "equal", "refused: why" or the failure."""
     cells: dict[str, str] = {}
     with verifier_of(kind, class_name, pool) as verifier:
         case = verifier.subject.build()
@@ -253,7 +253,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def _trained_for(row: dict[str, Any]) -> str:
-    """The task, and "text alone" where a family of several media got only text."""
+    """Return the task, with "text alone" if a family of several media got only text."""
     inputs = set(row["inputs"])
     is_text = inputs <= {"input_ids", "decoder_input_ids"}
     media = any(word in row["task"] for word in ("images", "media", "speech"))
@@ -261,14 +261,14 @@ def _trained_for(row: dict[str, Any]) -> str:
 
 
 def _why(reason: str) -> str:
-    """The reason without the folder and without what the reader of the page cannot use."""
+    """Return the reason without the temporary folder and advice on installing."""
     found = re.sub(r"model=\S+?: ", "", reason).partition(" Fix the model, its data")[0]
     found = re.sub(r" You can install it with pip.*| Please note.*", "", found)
     return found.rstrip(".")[:200] + "."
 
 
 def _general(cell: str) -> str:
-    """The reason without the names of single modules and classes, so that families share footnotes."""
+    """Return the reason without names of modules and classes, so that families share footnotes."""
     text = cell.partition(": ")[2] or cell
     text = re.sub(r"`?\b[\w*{},]+(?:\.[\w*{},]+)+`?(?:\(.*?\))?", "…", text)
     text = re.sub(r"\b[A-Z][a-z]*\w*(?:For|Model|Attention|Layer|With|Head|LM)\w*", "…", text)

@@ -245,6 +245,7 @@ def test_wrong_words_of_export(runs, capsys):
         (["adapter", "--gguf", "{}/a.gguf"], "an adapter alone. Add --merge"),
         (["base"], "give a FOLDER, or --gguf FILE"),
         (["base", "{}/out", "--gguf", "{}/a.gguf"], "give a FOLDER, or --gguf FILE"),
+        (["base", "{}/out", "--no-check"], "--no-check: only a GGUF file is read back"),
         (["base", "--gguf", "{}/text.jsonl"], "the file exists"),
         (["base", "--gguf", "{}/a.gguf", "--dtype", "q4_0"], "Use fp32, bf16, fp16, q8_0"),
         (["base", "{}/out", "--dtype", "q8_0"], "With --gguf FILE, also q8_0"),

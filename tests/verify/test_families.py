@@ -64,7 +64,7 @@ def test_family_is_equal_in_all_cells_of_the_table(ranks2, family):
     ("family", "technique"),
     gate_runs(
         [
-            ("inkling_text", "tp"),  # the embedding normalizes what it looks up
+            ("inkling_text", "tp"),  # the embedding has its own norm
             ("gemma3n_text", "tp"),  # a feed-forward layer keeps features above a quantile of all
             ("gemma3", "sp"),  # blocks of a vision tower and of the text
             ("resnet", "zero=2"),  # a config without an image size

@@ -316,6 +316,8 @@ def export(
         raise ConfigError("weft export: give a FOLDER, or --gguf FILE, and not both.")
     if gguf is not None and (own_names or group != "model"):
         raise ConfigError(f"--gguf: {'--own-names' if own_names else '--group'} sets something else to write.")
+    if gguf is None and not check:
+        raise ConfigError("--no-check: only a GGUF file is read back. Add --gguf FILE, or leave it out.")
     expect_format(dtype, GGUF_DTYPES if gguf is not None else DTYPES)
     if merge and (like is not None or own_names or group != "model"):
         other = "--like" if like is not None else "--own-names" if own_names else "--group"

@@ -119,7 +119,7 @@ def download_all(
 
 
 def without_commits(received: RunConfig, config: RunConfig) -> RunConfig:
-    """Return `received` with the names of models in `config`, where it adds only a commit to them."""
+    """Return `received` without the commits that it adds to names of models in `config`."""
     for key in _MODELS:
         asked, found = _model_at(config, key), _model_at(received, key)
         if asked is None or found is None:

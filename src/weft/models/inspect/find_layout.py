@@ -130,9 +130,6 @@ def _within(path: str, around: set[str]) -> bool:
 
 # Finding the layout of a model: Weft's own families, the plans of Hugging Face models, else tracing.
 
-#: Operations that reduce the features of a token to one number.
-_REDUCTIONS = ("mean", "sum", "std", "var", "norm", "amax", "amin", "max", "min", "topk", "cumsum", "sort")
-
 #: Names of the styles in a transformers `base_model_tp_plan`, and Weft's names for them.
 _HF_STYLES = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "partial"}
 
@@ -167,19 +164,11 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
 
 
 def _cuts_combined(model: nn.Module, layout: Layout, example: Any) -> bool:
-    """Return True if a layer that a published plan shards by columns has its features reduced, as for a mean.
+    """Return True if an operation combines features of a layer that a published plan shards by columns, as a mean does.
 
-    A rank would reduce its own part alone. False if the model cannot be traced.
+    A rank would combine its own part alone. Raise LayoutError if the model cannot be traced.
     """
-    try:
-        combined = combined_features(model, example)
-    except LayoutError:
-        return False
-    return any(layout.match(path) == "colwise" and _is_reduction(why) for path, why in combined.items())
-
-
-def _is_reduction(why: str) -> bool:
-    return any(f"combined in `{name}`" in why for name in _REDUCTIONS)
+    return any(layout.match(path) == "colwise" for path in combined_features(model, example))
 
 
 def _replicated_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
