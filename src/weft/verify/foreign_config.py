@@ -215,7 +215,7 @@ def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Tensor]:
     """Return the model's input for `count` images: (count, channels, side, side), or patches and their grid sizes."""
-    vision = getattr(config, "vision_config", None)
+    vision: Any = getattr(config, "vision_config", None)
     merge = getattr(vision, "spatial_merge_size", None)
     if merge is not None and getattr(vision, "temporal_patch_size", None):
         grid, channels = torch.tensor([[1, 2 * merge, 2 * merge]]).repeat(count, 1), getattr(vision, "in_channels", 3)
