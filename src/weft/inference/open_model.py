@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.checkpoint.load import Checkpoint, load_checkpoint
 from weft.comm.mesh import Mesh, build_mesh
+from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import Layout
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check_plan
@@ -45,6 +46,7 @@ class OpenedModel:
         tokenizer: the model's tokenizer.
         config: the transformers config, or the `DecoderSpec` of a Weft decoder.
         max_positions: maximum number of tokens of a text, or 2**20 if the model sets none.
+        num_ids: number of token ids that the model reads.
         mesh: the ranks.
         step: step of the run's checkpoint, or None for a Hugging Face folder.
     """
@@ -53,6 +55,7 @@ class OpenedModel:
     tokenizer: Tokenizer
     config: Any
     max_positions: int
+    num_ids: int
     mesh: Mesh
     step: int | None = None
 
@@ -80,39 +83,70 @@ def open_model(
     plan, _ = inference_plan(plan, dtype)
     if plan != mesh.plan:
         mesh = build_mesh(plan, mesh.device)
-    run = open_run(source, "be opened")
-    if run is None:
-        return _open_folder(Path(str(source)), mesh)
+    facts = read_facts(source)
+    if facts.run is None:
+        model, weights = _folder_model(Path(str(source)), facts.config)
+        return OpenedModel(_lay_out(model, mesh, None, weights), *facts.shared(), mesh)
     if step is None:  # the run may be training, and ranks may see different files
+        run = facts.run
         step = on_first(mesh, lambda: load_checkpoint(find_checkpoint(run, None)).step)
-    checkpoint = load_checkpoint(find_checkpoint(run, step))
-    tokenizer = Tokenizer.load(tokenizer_of(run))
-    if base_of(run).is_dir():
-        config = hugging_face.load_model_config(base_of(run))
-        return OpenedModel(
-            _run_model(run, checkpoint, mesh, config), tokenizer, config, longest_text(config), mesh, checkpoint.step
-        )
-    spec = decoder_of(run)
-    check_plan(plan, Facts(model=spec, world_size=plan.world_size))
-    return OpenedModel(_run_model(run, checkpoint, mesh), tokenizer, spec, spec.max_seq_len, mesh, checkpoint.step)
+    checkpoint = load_checkpoint(find_checkpoint(facts.run, step))
+    if isinstance(facts.config, DecoderSpec):
+        check_plan(plan, Facts(model=facts.config, world_size=plan.world_size))
+    model = _run_model(facts.run, checkpoint, mesh, facts.config)
+    return OpenedModel(model, *facts.shared(), mesh, checkpoint.step)
 
 
-def _open_folder(folder: Path, mesh: Mesh) -> OpenedModel:
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """What the files of a run or a Hugging Face folder say about its model. The attributes are those of `OpenedModel`.
+
+    run: the run, or None for a Hugging Face folder.
+    """
+
+    tokenizer: Tokenizer
+    config: Any
+    max_positions: int
+    num_ids: int
+    run: RunFolder | None
+
+    def shared(self) -> tuple[Tokenizer, Any, int, int]:
+        """Return the attributes that `OpenedModel` has too."""
+        return self.tokenizer, self.config, self.max_positions, self.num_ids
+
+
+def read_facts(source: Path | str | RunFolder) -> SourceFacts:
+    """Read the tokenizer and the sizes of a model, without its weights.
+
+    Raises:
+        ConfigError: if the run's task is not a text decoder, or the folder has only an adapter.
+        DataError, ModelError: if the tokenizer or the config cannot be read.
+    """
+    run = open_run(source, "be opened")
+    if run is not None and not base_of(run).is_dir():
+        spec = decoder_of(run)
+        return SourceFacts(Tokenizer.load(tokenizer_of(run)), spec, spec.max_seq_len, spec.vocab_size, run)
+    folder = base_of(run) if run is not None else Path(str(source))
     refuse_lone_adapter(folder)
     config = hugging_face.load_model_config(folder)
+    if run is not None:
+        tokenizer = Tokenizer.load(tokenizer_of(run))
+    else:
+        with tempfile.TemporaryDirectory() as draft:
+            tokenizer = import_tokenizer(Path(draft) / "tokenizer", str(folder), template=True)
+    return SourceFacts(tokenizer, config, longest_text(config), hugging_face.vocab_size(config) or 2**31, run)
+
+
+def _folder_model(folder: Path, config: Any) -> tuple[nn.Module, StateSource]:
     with as_shapes(vectors=True):
         model = hugging_face.causal_model(config)
-    weights = pretrained_source(model, folder)[0]
-    with tempfile.TemporaryDirectory() as draft:
-        tokenizer = import_tokenizer(Path(draft) / "tokenizer", str(folder), template=True)
-    _lay_out(model, mesh, None, weights)
-    return OpenedModel(model, tokenizer, config, longest_text(config), mesh)
+    return model, pretrained_source(model, folder)[0]
 
 
-def _run_model(run: RunFolder, checkpoint: Checkpoint, mesh: Mesh, config: Any = None) -> nn.Module:
-    """Return a run's model under the mesh's plan. config: the transformers config; None for a Weft decoder."""
+def _run_model(run: RunFolder, checkpoint: Checkpoint, mesh: Mesh, config: Any) -> nn.Module:
+    """Return a run's model under the mesh's plan. config: that of `SourceFacts`."""
     settings = run.config()
-    base, has_adapter = base_of(run) if config is not None else None, bool(settings.adapter.rank)
+    base, has_adapter = None if isinstance(config, DecoderSpec) else base_of(run), bool(settings.adapter.rank)
     layout = Layout.read(settings.layout) if settings.layout else None
     if has_adapter and mesh.world_size == 1:
         model = hugging_face.causal_model(config) if base else build_decoder(decoder_of(run), seed=settings.seed)
