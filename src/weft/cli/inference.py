@@ -64,11 +64,7 @@ def generate(
     if messages is not None and (chat or prompt is not None):
         raise ConfigError(f"--messages={messages}: the file is the conversation. Leave out --prompt and --chat.")
     turns, tools = _read_messages(messages) if messages is not None else ([], "")
-    folder = _folder_of(run)
-    if not (folder / "config.json").is_file() or (folder / "config.toml").is_file():
-        refuse_no_run(folder)
-    elif step is not None:
-        raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
+    folder = source_folder(run, step)
     from weft.config.run_config import SampleSection
     from weft.train.tasks.generation import open_text_model, sample_text
 
@@ -90,10 +86,20 @@ def generate(
         print(text + model.continue_text(text, section, seed, stops))
 
 
-def _folder_of(run: str) -> Path:
-    """Return the folder of a run or a model. In a folder that exists, such as runs, a missing one is no hub name."""
+def source_folder(run: str, step: int | None = None) -> Path:
+    """Return the folder of a run or a model. In a folder that exists, such as runs, a missing one is no hub name.
+
+    Raises:
+        ConfigError: for a folder that is neither a run with a checkpoint nor a Hugging Face folder, and for a step of a
+            Hugging Face folder.
+    """
     is_name = is_hub_text(run) or not Path(run).parent.is_dir()
-    return Path(downloaded_folder(run, "RUN") if is_name else run)
+    folder = Path(downloaded_folder(run, "RUN") if is_name else run)
+    if not (folder / "config.json").is_file() or (folder / "config.toml").is_file():
+        refuse_no_run(folder)
+    elif step is not None:
+        raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
+    return folder
 
 
 def _system(text: str) -> list[Turn]:
