@@ -36,7 +36,7 @@ VERBS = {
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.inference", "generate"),
     "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt", "export"),
     "score": Verb("Compute log-likelihoods of texts and choices.", "weft.cli.score", "score"),
-    "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.inference", "evaluate"),
+    "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.eval", "evaluate"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, import and delete checkpoints.", "weft.cli.ckpt", "app"),
