@@ -1,4 +1,4 @@
-"""`weft generate`: a trained model answers prompts or continues texts."""
+"""`weft generate`: a trained model answers prompts."""
 
 from __future__ import annotations
 
