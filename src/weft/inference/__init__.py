@@ -1,0 +1,1 @@
+"""Opening models for generation and scoring."""
