@@ -1,1 +1,1 @@
-"""Generating text with a model under a plan."""
+"""Generation of text with a model in memory: requests in batches, sampling, and caches."""
