@@ -17,6 +17,8 @@ from weft.units import format_bytes
 #: Each weight begins at a multiple of this in the buffer. It is the alignment of torch's own allocations, on which the
 #: order of summation in matrix products can depend.
 ALIGNMENT = 64
+#: Memory for the Python objects of a model and the work areas of torch's kernels, at most a 16th of the limit.
+_OBJECT_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +95,7 @@ class ModelWeights:
         names: dict[int, str] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             names.setdefault(id(tensor), name)
-        self.by_param = {
+        self.by_param: dict[torch.Tensor, Weight] = {
             param: Weight(names[id(param)], tuple(param.shape), param.dtype) for param in model.parameters()
         }
         blocks = repeated_blocks(model)
@@ -129,17 +131,18 @@ class ModelWeights:
         Raises:
             ModelError: if not even two units fit. The message has the least memory.
         """
-        tightest = self._placed((), extra_bytes)
-        options = [self._placed((*self.heads, *self._spread(0)), extra_bytes), tightest]
-        least = min(options, key=lambda option: option.total_bytes)
+        given, memory_bytes = memory_bytes, memory_bytes - min(memory_bytes // 16, _OBJECT_BYTES)
+        with_heads, without = (self._placed(heads, extra_bytes) for heads in (self.heads, ()))
+        least = min(with_heads, without, key=lambda option: option.total_bytes)
         if least.total_bytes > memory_bytes:
             largest = max((unit.num_bytes for unit in least.streamed), default=0)
+            needed = least.total_bytes + min(least.total_bytes // 15 + 16, _OBJECT_BYTES)
             raise ModelError(
-                f"memory={format_bytes(memory_bytes)}: {type(self._model).__name__} needs at least "
-                f"{format_bytes(least.total_bytes)}: {format_bytes(least.resident_bytes + extra_bytes)} that stay in "
-                f"memory, and a buffer for two blocks of up to {format_bytes(largest)}. Give more memory."
+                f"memory={format_bytes(given)}: {type(self._model).__name__} needs at least {format_bytes(needed)}: "
+                f"{format_bytes(least.resident_bytes + extra_bytes)} that stay in memory, and a buffer for two blocks "
+                f"of up to {format_bytes(largest)}. Give more memory."
             )
-        heads = self.heads if options[0].total_bytes <= memory_bytes else []
+        heads = self.heads if with_heads.total_bytes <= memory_bytes else []
         low, high = 0, len(self.blocks)
         while low < high:  # the largest number of resident blocks that fits
             middle = (low + high + 1) // 2
