@@ -1,1 +1,1 @@
-"""Opening models for generation and scoring."""
+"""Trained models under a plan without training: opening them, scoring texts, and answering over HTTP."""
