@@ -64,7 +64,7 @@ def ways(
     import accelerate
 
     dtype, host = DTYPES[asked.dtype], torch.device("cpu")
-    model, _ = open_streamed(folder, memory, asked.dtype)
+    model: Any = open_streamed(folder, memory, asked.dtype)[0]
     size = model.config.vocab_size
     ids = torch.randint(3, size, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
     requests = [Request(key, tuple(row)) for key, row in enumerate(ids.tolist())]

@@ -115,6 +115,15 @@ def test_generated_texts_equal_those_of_the_model_in_memory(tmp_path):
         assert generate_batch(model, requests, sampling, limits) == want
 
 
+def test_experts_in_float64(tmp_path):
+    folder = saved("mixtral", tmp_path)
+    plain = theirs(folder, torch.float64)
+    plain.set_experts_implementation("eager")
+    model, stream = open_streamed(folder, least_memory(folder, "fp64"), "fp64")
+    with stream:
+        assert torch.equal(logits(model), logits(plain))
+
+
 def test_host_memory_as_the_source_keeps_everything_on_a_cpu(tmp_path):
     folder = saved("llama", tmp_path)
     model, stream = open_streamed(folder, 1, from_host=True)

@@ -44,6 +44,9 @@ def open_streamed(
     finally:
         torch.set_default_dtype(usual)
     _keep_in_float32(model, kind)
+    choose_experts: Any = getattr(model, "set_experts_implementation", None)
+    if kind == torch.float64 and choose_experts is not None:
+        choose_experts("eager")  # torch's grouped products lack float64
     source, _ = pretrained_source(model, folder)
     return model.eval(), stream_weights(model, source, memory_bytes, device, from_host=from_host)
 
