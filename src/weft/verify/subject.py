@@ -545,9 +545,11 @@ def _first_tensor(output: Any) -> torch.Tensor:
     """Return the logits, the similarities of a two-tower model, or the first tensor of a model's output."""
     if isinstance(output, torch.Tensor):
         return output
-    if getattr(output, "text_embeds", None) is not None and getattr(output, "image_embeds", None) is not None:
+    text = getattr(output, "text_embeds", None)
+    others = (getattr(output, f"{kind}_embeds", None) for kind in ("image", "video", "audio"))
+    if text is not None and (other := next((one for one in others if one is not None), None)) is not None:
         # The logits of such a model compare all samples of a batch, so they would depend on how a batch is divided.
-        return (output.text_embeds * output.image_embeds).sum(-1, keepdim=True)
+        return (text * other).sum(-1, keepdim=True)
     if getattr(output, "logits", None) is not None:
         return output.logits
     values = output.values() if isinstance(output, dict) else output
