@@ -117,7 +117,7 @@ def test_settings_of_training_are_left_out():
     assert inference_plan(Plan.parse("tp=2")) == (Plan(tp=2), [])
 
 
-@pytest.mark.parametrize("text, field", [("pp=2 microbatches=2", "pp=2"), ("cp=2", "cp=2"), ("ep=2", "ep=2")])
+@pytest.mark.parametrize("text, field", [("cp=2", "cp=2"), ("ep=2", "ep=2")])
 def test_plans_that_are_refused(text, field):
     with pytest.raises(PlanError, match=field):
         inference_plan(Plan.parse(text))

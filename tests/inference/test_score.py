@@ -21,7 +21,7 @@ from weft.verify.verifier import Float64Throughout
 
 pytest.importorskip("transformers")
 
-PLANS = ["tp=2", "dp_shard=2 zero=3", "dp_replicate=2", "dp_shard=2 ep=2"]
+PLANS = ["tp=2", "dp_shard=2 zero=3", "dp_replicate=2", "dp_shard=2 ep=2", "pp=2"]
 
 
 def some_spans() -> list[Span]:

@@ -39,7 +39,7 @@ def read_lines(path: Path, option: str, forms: str, parse: Callable[[int, dict[s
             continue
         try:
             found.append(parse(number, _object(line, forms)))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             problems.append(Problem(option, f"{error}.", f"{path}:{number}"))
     refuse_lines(problems)
     if not found:
@@ -62,6 +62,8 @@ def _object(line: bytes, forms: str) -> dict[str, Any]:
         said: Any = json.loads(line)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8. Save the file as UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"it is nested too deep. {forms}") from None
     except ValueError as error:
         raise ValueError(f"not JSON ({error}). {forms}") from None
     if not isinstance(said, dict):

@@ -141,7 +141,13 @@ class _Sums:
         per = {"token": self.tokens, "word": self.words, "byte": self.bytes}
         found = {f"perplexity_per_{name}": _perplexity(self.log_likelihood, number) for name, number in per.items()}
         bits = -self.log_likelihood / (math.log(2) * self.bytes)
-        return {**{one: getattr(self, one) for one in self.__slots__}, **found, "bits_per_byte": bits}
+        counts = {one: getattr(self, one) for one in self.__slots__}
+        return {**counts, "log_likelihood": _finite(self.log_likelihood), **found, "bits_per_byte": _finite(bits)}
+
+
+def _finite(value: float) -> float | None:
+    """Return the value, or None for the infinite one of an impossible token, which JSON cannot write."""
+    return value if math.isfinite(value) else None
 
 
 def _perplexity(log_likelihood: float, number: int) -> float | None:
@@ -182,7 +188,7 @@ def results_of(
         if record.kind != "choices":
             (value, is_greedy), tokens = own[0], several[0].num_scored
             sums[record.kind].add(value, tokens, record.scored[0])
-            one |= {"log_likelihood": value, "tokens": tokens, "perplexity": _perplexity(value, tokens)}
+            one |= {"log_likelihood": _finite(value), "tokens": tokens, "perplexity": _perplexity(value, tokens)}
             if record.kind == "completion":
                 one["is_greedy"] = is_greedy
         else:
@@ -190,7 +196,8 @@ def results_of(
             raw = [value for value, _ in own]
             per_byte = [value / len(text.encode()) for value, text in zip(raw, record.scored, strict=True)]
             best, best_per_byte = raw.index(max(raw)), per_byte.index(max(per_byte))
-            one |= {"log_likelihoods": raw, "per_byte": per_byte, "best": best, "best_per_byte": best_per_byte}
+            one |= {"log_likelihoods": [_finite(value) for value in raw], "best": best}
+            one |= {"per_byte": [_finite(value) for value in per_byte], "best_per_byte": best_per_byte}
             if record.answer is not None:
                 one["answer"] = record.answer
                 right.append((best == record.answer, best_per_byte == record.answer))
