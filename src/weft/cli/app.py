@@ -33,7 +33,7 @@ VERBS = {
     "verify": Verb("Check that a plan computes the same numbers as one process.", "weft.cli.verify", "verify"),
     "watch": Verb("Show runs while they train, on a page or in the terminal.", "weft.cli.watch", "watch"),
     "runs": Verb("List, show, compare and steer runs.", "weft.cli.runs", "app"),
-    "generate": Verb("Continue a prompt with a trained model.", "weft.cli.inference", "generate"),
+    "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
     "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt", "export"),
     "score": Verb("Compute log-likelihoods of texts and choices.", "weft.cli.score", "score"),
     "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.eval", "evaluate"),

@@ -12,7 +12,7 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line, table
-from weft.cli.inference import source_folder
+from weft.cli.generate import source_folder
 from weft.cli.score import DTYPE_HELP, PLAN_HELP
 from weft.errors import ConfigError, MissingExtra, did_you_mean
 

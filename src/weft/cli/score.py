@@ -13,7 +13,7 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line, table
-from weft.cli.inference import source_folder
+from weft.cli.generate import source_folder
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:

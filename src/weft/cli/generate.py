@@ -1,4 +1,4 @@
-"""`weft generate`: a trained model answers prompts or continues texts."""
+"""`weft generate`: a trained model answers prompts."""
 
 from __future__ import annotations
 
@@ -65,9 +65,12 @@ def generate(
         str | None, typer.Option(help="With --prompts: fp32, bf16, fp16 or fp64.", show_default="the plan's")
     ] = None,
     device: Annotated[str, typer.Option(help="With --prompts: auto, cpu or cuda.")] = "auto",
+    memory: Annotated[
+        str | None, typer.Option(help="With --prompts: memory for weights, such as 2GiB; others are read from files.")
+    ] = None,
 ) -> None:
     """Answer a question with a model that was trained on conversations, or continue a text with any other."""
-    options = FileOptions(out, plan, samples, rows, top_p, dtype, device)
+    options = FileOptions(out, plan, samples, rows, top_p, dtype, device, memory)
     options.expect_prompts(prompts)
     if prompts is not None and (prompt is not None or messages or chat):
         raise ConfigError(f"--prompts={prompts}: the file has the prompts. Leave out --prompt, --messages and --chat.")
