@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from weft.data.text.turns import Turn
     from weft.train.tasks.generation import TextModel
 
-# pyright: reportMissingImports=false, reportUnknownVariableType=false
-# lm-eval is an optional dependency that only this module uses.
-
 
 def generate(
     run: Annotated[
