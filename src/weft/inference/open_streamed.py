@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def open_streamed(
     if kind == torch.float64 and choose_experts is not None:
         choose_experts("eager")  # torch's grouped products lack float64
     source, _ = pretrained_source(model, folder)
+    gc.collect()  # transformers' tables leave megabytes in cycles
     return model.eval(), stream_weights(model, source, memory_bytes, device, from_host=from_host)
 
 
