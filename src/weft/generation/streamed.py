@@ -55,7 +55,7 @@ class StreamReport:
         """Return the figures for users."""
         rate = format_bytes(int(self.bytes_read / max(self.read_s, 1e-9)))
         return (
-            f"streamed weights: {self.num_forwards} forwards in {self.forward_s:.2f} s, "
+            f"streamed: {self.num_forwards} forwards in {self.forward_s:.2f} s, "
             f"{format_bytes(self.bytes_read)} read at {rate}/s; reading {self.read_s:.2f} s, computing "
             f"{self.forward_s - self.wait_s:.2f} s, waiting {self.wait_s:.2f} s: {self.over_bound:.2f} times the bound"
         )
