@@ -1,4 +1,4 @@
-"""Reading one weight of a folder's files into memory: directly, in another dtype, or on its way to a GPU."""
+"""Reading one weight of a folder's files into memory: directly, in another dtype, or for a copy to a GPU."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def open_streamed(
     Args:
         folder: config.json and safetensors files.
         memory_bytes: limit for weights and read buffers, as in `stream_weights`.
-        dtype: fp32, bf16, fp16 or fp64. None: the dtype in config.json, or fp32 if it has none.
-        device: where the model computes.
+        dtype: fp32, bf16, fp16 or fp64. None: the dtype in config.json, or else fp32.
+        device: the device of the forwards.
         from_host: as in `stream_weights`.
 
     Raises:
