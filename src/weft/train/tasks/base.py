@@ -316,9 +316,15 @@ class Task:
         """Return this rank's microbatches for a step or an evaluation. The default returns them unchanged.
 
         Override it to add values that depend on the full batch or on frozen weights, such as the log-probabilities of a
-        reference model.
+        reference model. If it raises a StepRefused on all ranks, the run saves and pauses.
         """
         return batches
+
+    def after_step(self, step: int) -> None:
+        """Called on all ranks after each step. step: steps done.
+
+        Override it to report values that the loss has computed. Reading them waits for the device.
+        """
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor | float]:
         """Return sums over an evaluation batch, by `sum_names`. Their totals are passed to `measure`."""
