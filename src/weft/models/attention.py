@@ -442,3 +442,21 @@ def see_causally(
         seen_B1TS = (seen_TS & (document_ids_BT[:, :, None] == document_ids_BT[:, None, :]))[:, None]
     mask_B1TS = torch.zeros(seen_B1TS.shape, dtype=dtype, device=device).masked_fill_(~seen_B1TS, -torch.inf)
     return Visible(mask_B1TS, positions_BT, document_ids_BT)
+
+
+def hide_padding(visible: Visible, starts_B: Tensor, num_seen: int, dtype: torch.dtype) -> Visible:
+    """Hide the columns before each row's first token from the new tokens of a batch with a cache.
+
+    Args:
+        visible: what the new tokens attend to without padding.
+        starts_B: column of each row's first token; the new tokens come after it.
+        num_seen: number of columns in the cache.
+        dtype: dtype of the mask.
+    """
+    num_new, device = visible.positions_BT.shape[1], visible.positions_BT.device
+    columns_S = torch.arange(num_seen + num_new, device=device)
+    hidden_B11S = columns_S < starts_B.to(device)[:, None, None, None]
+    mask = visible.mask_B1TS
+    if mask is None:
+        mask = torch.zeros(len(starts_B), 1, num_new, num_seen + num_new, dtype=dtype, device=device)
+    return visible._replace(mask_B1TS=mask.expand(len(starts_B), -1, -1, -1).masked_fill(hidden_B11S, -torch.inf))

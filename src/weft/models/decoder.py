@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import Layout
 from weft.errors import ModelError
-from weft.models.attention import Attention, Rotation, Visible, rotation, see_causally
+from weft.models.attention import Attention, Rotation, Visible, hide_padding, rotation, see_causally
 from weft.models.experts import MoE
 from weft.models.kv_cache import Cache, LayerCache
 from weft.models.private_torch import KeepsTies
@@ -113,6 +113,7 @@ class Decoder(KeepsTies):
         document_starts_BM: Tensor | None = None,
         features_ND: Tensor | None = None,
         feature_index_BT: Tensor | None = None,
+        logits_to_keep: int = 0,
     ) -> Tensor:
         """Return the logits (B, T, V) of the token after each input token.
 
@@ -126,6 +127,7 @@ class Decoder(KeepsTies):
                 are computed if the ids are on the CPU.
             features_ND: feature rows that replace tokens, such as rows of images.
             feature_index_BT: index of the feature row that replaces each token; -1 keeps the token.
+            logits_to_keep: return only the logits of this many last tokens; 0: of all.
 
         Raises:
             ModelError: if the sequence is longer than the table of learned positions or the free part of the cache, or
@@ -155,9 +157,11 @@ class Decoder(KeepsTies):
                 positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD),
                 starts_BM=document_starts_BM, wants_mask=wants_mask,
             )  # fmt: skip
+        if cache is not None and cache.starts_B is not None:
+            visible = hide_padding(visible, cache.starts_B, num_seen, _attention_dtype(x_BTD))
         for index, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, visible, turn, cache.layers[index] if cache is not None else None)
-        return self.head(self.norm(x_BTD))
+        return self.head(self.norm(x_BTD[:, -logits_to_keep:]))
 
     @property
     def family(self) -> str:
@@ -191,7 +195,7 @@ class Decoder(KeepsTies):
             return
         if document_ids_BT is not None:
             raise ModelError("document_ids with a cache: a cache has one document. Leave document_ids out.")
-        if cache.num_tokens + num_tokens > cache.max_tokens:
+        if cache.max_tokens is not None and cache.num_tokens + num_tokens > cache.max_tokens:
             raise ModelError(
                 f"cache of {cache.max_tokens} tokens: it holds {cache.num_tokens}, and {num_tokens} more do not fit. "
                 f"Make one for {cache.num_tokens + num_tokens} tokens."

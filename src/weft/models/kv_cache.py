@@ -1,42 +1,72 @@
-"""Keys and values of earlier tokens, so that sampling computes only the new token.
+"""Keys and values of earlier tokens, so that generation computes only the new token.
 
 B sequences, S tokens, K key-value heads, C width of one head.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+#: Tokens for which memory is allocated beyond those in use, so that most appends copy nothing.
+_ROOM = 64
 
 
 class LayerCache:
-    """Keys and values of one layer. Memory for `max_tokens` tokens is allocated on first use."""
+    """Keys and values of one layer. Memory grows in steps, or is allocated once for `num_expected` tokens.
 
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
-        self.num_tokens = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+    Attributes:
+        keys, values: of the tokens so far, (B, K, S, C), or None before the first. Assign others to replace them.
+    """
+
+    def __init__(self, num_expected: int = 0):
+        self._num_expected = num_expected
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self._memory: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the cache."""
+        return 0 if self.keys is None else self.keys.shape[2]
 
     def append(self, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens and return all keys and values so far, each (B, K, S, C)."""
-        if self._keys is None or self._values is None:
-            batch, heads, _, width = k_BKTC.shape
-            self._keys = k_BKTC.new_empty(batch, heads, self.max_tokens, width)
-            self._values = torch.empty_like(self._keys)
-        end = self.num_tokens + k_BKTC.shape[2]
-        self._keys[:, :, self.num_tokens : end] = k_BKTC
-        self._values[:, :, self.num_tokens : end] = v_BKTC
-        self.num_tokens = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        start = self.num_tokens
+        end = start + k_BKTC.shape[2]
+        memory = self._memory
+        is_own = memory is not None and self.keys is not None and self.keys.data_ptr() == memory[0].data_ptr()
+        if memory is None or not is_own or memory[0].shape[0] != k_BKTC.shape[0] or memory[0].shape[2] < end:
+            size = max(self._num_expected, end + max(_ROOM, end // 4))
+            memory = self._memory = _grown(self.keys, k_BKTC, size), _grown(self.values, v_BKTC, size)
+        for whole, new in zip(memory, (k_BKTC, v_BKTC), strict=True):
+            whole[:, :, start:end] = new
+        self.keys, self.values = memory[0][:, :, :end], memory[1][:, :, :end]
+        return self.keys, self.values
+
+
+def _grown(old_BKSC: Tensor | None, new_BKTC: Tensor, size: int) -> Tensor:
+    """Return memory for `size` tokens that begins with the old ones."""
+    memory = new_BKTC.new_empty(*new_BKTC.shape[:2], size, new_BKTC.shape[3])
+    if old_BKSC is not None:
+        memory[:, :, : old_BKSC.shape[2]] = old_BKSC
+    return memory
 
 
 class Cache:
-    """One LayerCache for each layer of a decoder."""
+    """One LayerCache for each layer of a decoder.
 
-    def __init__(self, num_layers: int, max_tokens: int):
+    Args:
+        num_layers: number of layers.
+        max_tokens: the decoder refuses more tokens; None sets no limit.
+
+    Attributes:
+        starts_B: column of the first token of each row, if rows start at different columns. None: all start at 0.
+    """
+
+    def __init__(self, num_layers: int, max_tokens: int | None = None):
         self.max_tokens = max_tokens
-        self.layers = tuple(LayerCache(max_tokens) for _ in range(num_layers))
+        self.layers = tuple(LayerCache(max_tokens or 0) for _ in range(num_layers))
+        self.starts_B: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,173 @@
+"""A key-value cache of rows that start at different columns, join later and leave earlier.
+
+All rows end at the same column, so a new token is one column for all. A row that joins is padded on its left, or the
+others are. Works on the caches of transformers and of Weft's decoders, whose layers it knows by class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.models.decoder import Decoder
+from weft.models.kv_cache import Cache, LayerCache
+
+
+class RowCache:
+    """Cache of a batch of rows.
+
+    Args:
+        model: a Decoder, or a model of transformers.
+
+    Attributes:
+        cache: what the model takes: a `Cache`, or a DynamicCache of transformers.
+        starts: the column of each row's first token.
+        num_columns: number of columns, which is where the next token goes.
+
+    Raises:
+        ModelError: if a layer's cache is of a class that is not known here.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.cache: Any = Cache(model.spec.num_layers) if isinstance(model, Decoder) else _transformers_cache(model)
+        self.starts: list[int] = []
+        self.num_columns = 0
+
+    @property
+    def has_keys(self) -> bool:
+        """True if some layer keeps keys, so that padding must be masked. States of fixed size have no padding."""
+        return any(hasattr(layer, "keys") for layer in self.cache.layers)
+
+    def started(self, num_rows: int, num_tokens: int) -> None:
+        """Note that `num_rows` rows of `num_tokens` tokens each were computed into the empty cache."""
+        self.starts, self.num_columns = [0] * num_rows, num_tokens
+        self._tell()
+
+    def advanced(self) -> None:
+        """Note that one token was added to each row."""
+        self.num_columns += 1
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order, and drop columns that none of them uses."""
+        self.starts = [self.starts[row] for row in rows]
+        unused = min(self.starts, default=0)
+        self.starts = [start - unused for start in self.starts]
+        self.num_columns -= unused
+        for layer in self.cache.layers:
+            _keep(layer, rows, unused)
+        self._tell()
+
+    def join(self, other: RowCache) -> None:
+        """Append the rows of another cache of the same model. `other` must not be used afterwards."""
+        width = max(self.num_columns, other.num_columns)
+        for one in (self, other):
+            added = width - one.num_columns
+            one.starts = [start + added for start in one.starts]
+            one.num_columns = width
+            for layer in one.cache.layers if added else ():
+                _pad(layer, added)
+        for layer, joined in zip(self.cache.layers, other.cache.layers, strict=True):
+            _join(layer, joined)
+        self.starts += other.starts
+        self._tell()
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Return 1 for tokens and 0 for padding, (B, columns + 1): for the next token of each row."""
+        columns = torch.arange(self.num_columns + 1, device=device)
+        return (columns >= torch.tensor(self.starts, device=device)[:, None]).long()
+
+    def _tell(self) -> None:
+        """Give a Weft cache the first column of each row; transformers reads the mask."""
+        if isinstance(self.cache, Cache):
+            self.cache.starts_B = torch.tensor(self.starts) if any(self.starts) else None
+
+
+def _transformers_cache(model: nn.Module) -> Any:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    class GrowingLayer(LayerCache, DynamicLayer):
+        """transformers' layer of full attention, without a copy of all keys for each token."""
+
+        def __init__(self):
+            DynamicLayer.__init__(self)
+            LayerCache.__init__(self)
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.is_initialized, self.device = True, key_states.device
+            return self.append(key_states, value_states)
+
+        def get_seq_length(self, *args: Any) -> int:
+            return self.num_tokens
+
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        raise ModelError(
+            f"generation with {type(model).__name__}: its layers attend within chunks, which rows of different "
+            "lengths do not share. Generate one prompt at a time with transformers."
+        )
+    cache = DynamicCache(config=text)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    _expect_known(model, cache.layers)
+    return cache
+
+
+def _expect_known(model: nn.Module, layers: Sequence[Any]) -> None:
+    for layer in layers:
+        if not isinstance(layer, LayerCache) and type(layer).__name__ not in _KNOWN:
+            raise ModelError(
+                f"generation with {type(model).__name__}: its cache has a {type(layer).__name__}, which Weft does not "
+                "know how to divide into rows. Generate with transformers."
+            )
+
+
+#: Classes of transformers whose parts `_keep`, `_pad` and `_join` know.
+_KNOWN = frozenset(
+    {"DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
+     "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer"}
+)  # fmt: skip
+#: Attributes of layers that hold states of fixed size, one dict of (B, ...) tensors each.
+_STATES = ("conv_states", "recurrent_states")
+
+
+def _keep(layer: Any, rows: Sequence[int], unused: int) -> None:
+    if getattr(layer, "keys", None) is not None:
+        index = torch.tensor(rows, device=layer.keys.device)
+        layer.keys, layer.values = (_without_left(layer, x, unused)[index] for x in (layer.keys, layer.values))
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length -= unused
+    for states in (getattr(layer, name, {}) for name in _STATES):
+        for key, state in states.items():
+            if state is not None:
+                states[key] = state[torch.tensor(rows, device=state.device)]
+
+
+def _without_left(layer: Any, x_BKSC: Tensor, unused: int) -> Tensor:
+    """Return keys or values without the first columns of the batch. A sliding window may have dropped them already."""
+    if not hasattr(layer, "cumulative_length"):
+        return x_BKSC[:, :, unused:]
+    return x_BKSC[:, :, max(0, x_BKSC.shape[2] - (layer.cumulative_length - unused)) :]
+
+
+def _pad(layer: Any, added: int) -> None:
+    if getattr(layer, "keys", None) is None:
+        return
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length += added
+        added = min(layer.cumulative_length, layer.sliding_window - 1) - layer.keys.shape[2]
+    layer.keys, layer.values = (F.pad(x, (0, 0, added, 0)) for x in (layer.keys, layer.values))
+
+
+def _join(layer: Any, other: Any) -> None:
+    if getattr(other, "keys", None) is not None:
+        layer.keys, layer.values = torch.cat([layer.keys, other.keys]), torch.cat([layer.values, other.values])
+    for states, more in ((getattr(layer, name, {}), getattr(other, name, {})) for name in _STATES):
+        for key, state in states.items():
+            if state is not None:
+                states[key] = torch.cat([state, more[key]])
