@@ -4,9 +4,9 @@ G groups of n completions. R rows, T tokens. For each trained token, with the lo
 model at the time of sampling, s of the sampler and f of a reference:
 
     ratio = exp(p - o)
-    loss  = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)                           (Schulman et al. 2017, 1707.06347)
-            * min(exp(o - s), cap)          if there is a cap: truncated importance sampling
-            + beta (exp(f - p) - (f - p) - 1)                  estimator k3 of the KL divergence, as in 2402.03300, eq. 4
+    loss  = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)        Schulman et al. 2017, arXiv 1707.06347
+            * min(exp(o - s), cap)                                 if there is a cap: truncated importance sampling
+            + beta (exp(f - p) - (f - p) - 1)                      estimator k3 of the KL divergence, arXiv 2402.03300
 
 A is the advantage of the token's completion. For distillation it is f - o, with a teacher as the reference: its mean is
 the negative reverse KL divergence from the model to the teacher.

@@ -78,8 +78,9 @@ class RewardProcess:
 
     def _read(self, size: int, end: float) -> bytes:
         """Read `size` bytes. Return fewer if the process ends, or at the time `end`."""
-        assert self._process is not None and self._process.stdout is not None
-        descriptor, found = self._process.stdout.fileno(), bytearray()
+        assert self._process is not None
+        stream, found = cast(BinaryIO, self._process.stdout), bytearray()
+        descriptor = stream.fileno()
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
             while len(found) < size and selector.select(max(0.0, end - time.monotonic())):

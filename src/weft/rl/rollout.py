@@ -11,9 +11,9 @@ from typing import Any
 
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import StepRefused
-from weft.generation.batch import generate_batch
+from weft.generation.batch import Limits, generate_batch
+from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Completion, Request, Sampling
-from weft.generation.whole_copy import whole_copy
 from weft.parallel.state.gradients import data_parallel
 from weft.rl.prompts import Prompt
 from weft.train.engine import derive_seed
@@ -59,10 +59,11 @@ class Sampler:
     Args:
         forwards: the sharded model.
         sampling: settings for all requests.
+        limits: bounds of the model and of the batch.
     """
 
-    def __init__(self, forwards: Forwards, sampling: Sampling):
-        self._forwards, self._sampling = forwards, sampling
+    def __init__(self, forwards: Forwards, sampling: Sampling, limits: Limits):
+        self._forwards, self._sampling, self._limits = forwards, sampling, limits
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completion of each request, on all ranks.
@@ -77,11 +78,14 @@ class Sampler:
         model.eval()
         try:
             if mesh.plan.pp > 1 or mesh.plan.cp > 1:
+                from weft.generation.whole_copy import whole_copy
+
                 own = requests[mesh.rank :: mesh.world_size]
                 with whole_copy(model, mesh) as plain:
-                    found = generate_batch(plain, own, self._sampling) if own else []
+                    found = generate_batch(plain, own, self._sampling, self._limits)
             else:
-                found = generate_batch(model, requests[mesh.data.rank :: mesh.data.size], self._sampling)
+                own, together = requests[mesh.data.rank :: mesh.data.size], MeshRanks(mesh)
+                found = generate_batch(model, own, self._sampling, self._limits, together=together)
         finally:
             model.train(was_training)
         told = json.dumps([[one.key, one.ids, one.log_probs, one.reason, one.error] for one in found])
@@ -132,7 +136,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RolloutPrompt:
-    """The prompt of a user's rollout function. encode: returns the token ids of a text, without begin and end tokens."""
+    """The prompt of a user's rollout function. encode: returns the token ids of a text."""
 
     ids: tuple[int, ...]
     record: Mapping[str, Any]

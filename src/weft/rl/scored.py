@@ -231,8 +231,8 @@ class RolloutFiles:
         found = self._forwards.on_first(act)
         if found is None:
             raise StepRefused(
-                f"{self._path(step)}: the completions of step {step + 1} are not there, and the run resumes between the "
-                f"{self._updates} steps that use them. Bring the file back, or resume with resume.step from a "
+                f"{self._path(step)}: the completions of step {step + 1} are not there, and the run resumes between "
+                f"the {self._updates} steps that use them. Bring the file back, or resume with resume.step from a "
                 f"checkpoint of a multiple of {self._updates} steps."
             )
         found["samples"] = [Sampled.from_json(one) for one in found["samples"]]

@@ -6,13 +6,11 @@ completions of all ranks, so the loss is the same under every plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from weft.config.rules.rule import Facts
@@ -21,6 +19,7 @@ from weft.config.traced_model import Limit
 from weft.data.store.prepare import cache_folder, stop_ids
 from weft.data.store.prepared import PreparedData, ready_tokenizer
 from weft.errors import ConfigError, DataError, Problem
+from weft.generation.batch import Limits
 from weft.generation.requests import Sampling
 from weft.hub import local_folder
 from weft.lazy import named_object
@@ -269,8 +268,8 @@ class GrpoTask(DecoderTask):
             max_tokens=grpo.max_tokens, temperature=grpo.temperature, seed=self.config.seed,
             stop_ids=frozenset(stop_ids(tokenizer)),
         )  # fmt: skip
-        self._sampler = Sampler(forwards, sampling)
         limit_s, longest = parse_seconds(grpo.reward_timeout), self.config.train.seq_len + 1
+        self._sampler = Sampler(forwards, sampling, Limits(self.data.vocab_size, longest, rows=64))
         function = _function("grpo.rollout", grpo.rollout) if grpo.rollout else None
         self._dialogues = Dialogues(grpo.rollout or "", function, tokenizer, limit_s, longest, grpo.max_tokens)
         self._rewards = RewardFunctions(grpo.reward if forwards.rank == 0 else (), limit_s)
