@@ -157,12 +157,15 @@ def planted(fault: str) -> Iterator[None]:
     def negative(log_probs, batch, settings):
         return losses(log_probs, {**batch, "reference": 2 * log_probs.detach() - batch["reference"]}, settings)
 
+    def longest(lengths, settings):
+        return [1 / max(lengths)] * len(lengths)
+
     rows = Rollout.rows
     patches = {
         "statistics per rank": lambda: mock.patch.object(scored, "group_advantages", per_rank),
-        "length bias": lambda: mock.patch.object(scored, "token_weights", lambda lengths, _: [1 / max(lengths)] * len(lengths)),
+        "length bias": lambda: mock.patch.object(scored, "token_weights", longest),
         "mask shifted": lambda: mock.patch.object(Rollout, "rows", shifted),
-        "stale log probabilities": lambda: mock.patch.object(Rollout, "stored", lambda *_: {}),
+        "stale log probabilities": lambda: mock.patch.object(Rollout, "stored", return_value={}),
         "KL sign": lambda: mock.patch.object(task, "policy_losses", negative),
     }  # fmt: skip
     if not fault:
