@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
@@ -118,6 +119,8 @@ class RewardFunctions:
 
     def __init__(self, sources: Sequence[str], limit_s: float):
         self._processes = [RewardProcess(source, limit_s) for source in sources]
+        #: Ends the processes. Also called when this object is deleted.
+        self.close = weakref.finalize(self, _close, self._processes)
 
     def call(self, values: Mapping[str, Sequence[Any]]) -> list[Rewards]:
         """Return the rewards of each function. values: lists by the name of a parameter, one entry per completion."""
@@ -126,7 +129,7 @@ class RewardFunctions:
             one.start(values)
         return [one.finish(len(values["completions"]), began) for one in self._processes]
 
-    def close(self) -> None:
-        """End the processes."""
-        for one in self._processes:
-            one.close()
+
+def _close(processes: Sequence[RewardProcess]) -> None:
+    for one in processes:
+        one.close()

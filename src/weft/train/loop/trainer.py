@@ -140,7 +140,7 @@ class Trainer:
         try:
             before, self._unread = self._unread, self._launch(self.progress.step, batches)
         except StepRefused as refused:
-            return self._read_last() or self._requests.pause(str(refused))
+            return self._read_last() or self._requests.pause(str(refused).rstrip("."))
         launched = self._unread.result
         self.progress.step += 1
         self._garbage.after_step(self.progress.step)
