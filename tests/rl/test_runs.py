@@ -84,9 +84,18 @@ def test_metrics_are_events_of_each_step(folder):
         if event["event"] == "figures":
             found[event["step"]] |= event["figures"]
     for values in found.values():
-        assert set(values) == {"rl.reward{letter}", "rl.reward_std{letter}", "rl.length", "rl.length_max",
-                               "rl.truncated", "rl.reward_errors", "rl.mismatch", "rl.mismatch_max", "rl.clipped", "rl.kl",
-                               "rl.entropy"}  # fmt: skip
+        own = (
+            "length",
+            "length_max",
+            "truncated",
+            "reward_errors",
+            "mismatch",
+            "mismatch_max",
+            "clipped",
+            "kl",
+            "entropy",
+        )
+        assert set(values) == {"rl.reward{letter}", "rl.reward_std{letter}", *(f"rl.{name}" for name in own)}
         assert 0 <= values["rl.mismatch"] <= values["rl.mismatch_max"] < 1e-5
         assert values["rl.entropy"] == pytest.approx(5.5, abs=0.2)
         assert values["rl.reward_errors"] == values["rl.clipped"] == 0
