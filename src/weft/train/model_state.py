@@ -353,6 +353,24 @@ def resume(
     """
     if ema is not None:
         ema.restore(GroupSource(checkpoint, "ema"), int(checkpoint.state["ema"]["num_updates"]))
+    load_model(model, checkpoint)
+    engine = data_parallel(model)
+    told, states = resume_replicas(model, optimizer, SavedReplicas(checkpoint, GroupSource))
+    engine.load_states(optimizer, states)
+    _match_formats(optimizer)
+    load_quantized_weights(engine, GroupSource(checkpoint, "seen"))
+    told += load_carried(engine, checkpoint.private("wire", engine.axes.mesh.rank))
+    return [*told, *engine.error_feedback.take(GroupSource(checkpoint, "owed"))]
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Load the weights and buffers of a checkpoint of any plan into a parallelized model. All ranks call it.
+
+    For a model with an adapter, the frozen parameters of its base are unchanged.
+
+    Raises:
+        CheckpointError: if the checkpoint belongs to another model.
+    """
     weights, engine = GroupSource(checkpoint, "model"), data_parallel(model)
     check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
     own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)
@@ -367,12 +385,6 @@ def resume(
         engine.publish()
     else:
         engine.load_weights(weights)
-    told, states = resume_replicas(model, optimizer, SavedReplicas(checkpoint, GroupSource))
-    engine.load_states(optimizer, states)
-    _match_formats(optimizer)
-    load_quantized_weights(engine, GroupSource(checkpoint, "seen"))
-    told += load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
-    return [*told, *engine.error_feedback.take(GroupSource(checkpoint, "owed"))]
 
 
 #: Dtypes of moments that only AdamW with rounded states (optimizer.states) supports.

@@ -265,6 +265,8 @@ class TokenChunks:
         made = torch.empty_like if self.is_first else torch.zeros_like
         self.grad_weight = made(weight_VD, dtype=self.sums) if needs[1] else None
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
+        #: For each chunk, a mask of the tokens whose label has the largest logit; None: not computed.
+        self.is_top: list[torch.Tensor] | None = None
 
     def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
         """Yield the losses of the processed tokens, one tensor per chunk, and accumulate the requested gradients.
@@ -312,10 +314,13 @@ class TokenChunks:
         trained_C = labels_C != self.ignore
         mine_C = trained_C & (local_C >= 0) & (local_C < self.num_real)
         labels = Labels(local_C.where(mine_C, 0)[:, None], mine_C)
+        top_C = logits_CV.amax(1).to(self.sums) if self.is_top is not None else None
         passes = passes_for(logits_CV, self.sums, self.way.compiled)
         kept, lse_C, here_C = passes.sums(logits_CV, labels, self.sums)
         del logits_CV  # `kept` may reference them
         whole_C, label_C = self._over_ranks(lse_C, here_C, mine_C)
+        if self.is_top is not None and top_C is not None:
+            self.is_top.append(label_C >= (top_C if self.axis.size == 1 else all_reduce(top_C, self.axis, op="max")))
         if self.grad_x is not None or self.grad_weight is not None:
             grad_CV = passes.gradient(kept, whole_C, here_C, labels, hidden_CD.dtype)
             del kept

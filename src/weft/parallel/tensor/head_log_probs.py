@@ -39,6 +39,33 @@ def token_log_probs(
     return _TokenLogProbs.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way or LossChunking())
 
 
+@torch.no_grad()
+def token_scores(
+    x_BSD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_BT: torch.Tensor,
+    line: SharedLayer,
+    vocab: int,
+    ignore: int,
+    way: LossChunking | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities as `token_log_probs`, without gradients, and a mask of the likeliest labels, (B, T).
+
+    The arguments are those of `token_log_probs`.
+    """
+    whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
+    chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way or LossChunking(), [False] * 3, whole, labels_BT)
+    chunks.is_top = []
+    found = [*chunks.losses()]
+    if not found:
+        zeros = torch.zeros(labels_BT.shape, dtype=chunks.sums, device=whole.device)
+        return zeros, zeros.bool()
+    both = (-torch.cat(found), torch.cat(chunks.is_top))
+    log_probs, is_top = (chunks.of_all(one).view(labels_BT.shape) for one in both)
+    return log_probs, is_top
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -26,7 +26,7 @@ from weft.models.inspect import layers
 from weft.models.inspect.blocks import replace_class
 from weft.parallel.layers.index_check import check_labels
 from weft.parallel.tensor.head import LossChunking, token_loss
-from weft.parallel.tensor.head_log_probs import token_log_probs
+from weft.parallel.tensor.head_log_probs import token_log_probs, token_scores
 from weft.parallel.tensor.linear import TOKENS, SharedLayer
 from weft.parallel.tensor.sharded_modules import Entry
 from weft.private_torch import register_pytree_node
@@ -79,10 +79,14 @@ class HeadLoss(_LogitsStandIn):
 
 @dataclass(slots=True)
 class HeadLogProbs(_LogitsStandIn):
-    """Output of a head for a loss on log-probabilities: log p(label) of each token, (B, T); 0 for ignored labels."""
+    """Output of a head for a loss on log-probabilities: log p(label) of each token, (B, T); 0 for ignored labels.
+
+    For scores, `is_top` is a mask of the tokens whose label is the likeliest.
+    """
 
     log_probs: torch.Tensor
     labels: torch.Tensor
+    is_top: torch.Tensor | None = None
 
 
 def _refuse(what: str) -> NoReturn:
@@ -100,7 +104,7 @@ register_pytree_node(
 )
 register_pytree_node(
     HeadLogProbs,
-    lambda found: ([found.log_probs, found.labels], None),
+    lambda found: ([found.log_probs, found.labels, found.is_top], None),
     lambda leaves, _: HeadLogProbs(*leaves),
     serialized_type_name="weft.HeadLogProbs",
 )
@@ -122,6 +126,7 @@ class Head:
         self.labels: torch.Tensor | None = None
         self.weights: torch.Tensor | None = None
         self.of_tokens = False  # the loss asks for each token's log-probability
+        self.of_scores = False  # the caller asks for log-probabilities without gradients, whatever the size
         self.ignore = -100
 
     def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -138,7 +143,7 @@ class Head:
             shape[TOKENS] *= self.line.axis.size
         if tuple(shape) != tuple(labels.shape):
             return False
-        return self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
+        return self.of_scores or self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
 
 
 class LossHead(nn.Module):
@@ -155,6 +160,9 @@ class LossHead(nn.Module):
             labels = head.labels
             assert labels is not None
             check_labels(labels, head.vocab, head.ignore)
+            if head.of_scores:
+                scores = token_scores(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
+                return HeadLogProbs(scores[0], labels, scores[1])
             if head.of_tokens:
                 found = token_log_probs(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
                 return HeadLogProbs(found, labels)
@@ -199,7 +207,7 @@ def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
     Args:
         model: model, with or without a head that can compute the loss.
         loss_fn: accepts the head's loss if its attribute `takes_head_loss` is true. With the value "tokens" it receives
-            the log-probability of each token.
+            the log-probability of each token, and with "scores" also whether it is the likeliest, without gradients.
         batch: mapping with "labels", and "weights" if not all labels have weight 1.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -209,8 +217,9 @@ def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
         yield
         return
     head: Head = getattr(module, _ATTRIBUTE)
-    head.labels, head.weights, head.of_tokens = labels, batch.get("weights"), takes == "tokens"
+    head.labels, head.weights = labels, batch.get("weights")
+    head.of_tokens, head.of_scores = takes == "tokens", takes == "scores"
     try:
         yield
     finally:
-        head.labels, head.weights, head.of_tokens = None, None, False
+        head.labels, head.weights, head.of_tokens, head.of_scores = None, None, False, False

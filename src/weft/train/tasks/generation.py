@@ -176,25 +176,43 @@ def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> Tex
         CheckpointError: if there is no such checkpoint, or the folder's weights cannot be read.
         ConfigError: if the run's task is not a text decoder.
     """
-    if not isinstance(run, RunFolder):
-        path = Path(run)
-        if (path / "config.json").is_file() and not (path / "config.toml").is_file():
-            return TextModel(path, pretrained_of_folder(path))
-        run = RunFolder(path)
-    config = run.config()
-    task = config.task.name
-    if task is not None and TRAINS.get(task) != "decoder" and not (run.path / "model.json").exists():
-        raise ConfigError(
-            f"RUN={run.path}: task.name={task} does not train a text decoder, so it cannot "
-            "generate. Give a run that trains one."
-        )
+    found = open_run(run, "generate")
+    if found is None:
+        path = Path(str(run))
+        return TextModel(path, pretrained_of_folder(path))
+    run = found
     if base_of(run).is_dir():
-        return TextModel(run.path, pretrained_of_run(run, _find(run, step)), run)
+        return TextModel(run.path, pretrained_of_run(run, find_checkpoint(run, step)), run)
     # The checkpoint of an adapter does not contain the base.
+    config = run.config()
     model = with_adapter(build_decoder(decoder_of(run), seed=config.seed), config)
-    restore_model(model, load_checkpoint(_find(run, step)))
+    restore_model(model, load_checkpoint(find_checkpoint(run, step)))
     model.to(pick_device("auto", 0))
     return TextModel(run.path, _DecoderText(model, Tokenizer.load(tokenizer_of(run))), run)
+
+
+def open_run(source: RunFolder | Path | str, verb: str) -> RunFolder | None:
+    """Return the run whose text decoder a command uses, or None for a Hugging Face folder.
+
+    Args:
+        source: a run, or the path of its folder or of a Hugging Face folder.
+        verb: what the command does, for the error.
+
+    Raises:
+        ConfigError: if the run's task is not a text decoder.
+    """
+    if not isinstance(source, RunFolder):
+        path = Path(source)
+        if (path / "config.json").is_file() and not (path / "config.toml").is_file():
+            return None
+        source = RunFolder(path)
+    task = source.config().task.name
+    if task is not None and TRAINS.get(task) != "decoder" and not (source.path / "model.json").exists():
+        raise ConfigError(
+            f"RUN={source.path}: task.name={task} does not train a text decoder, so it cannot {verb}. Give a run that "
+            "trains one."
+        )
+    return source
 
 
 def generate_text(
@@ -275,7 +293,12 @@ def _positions(folder: RunFolder) -> int:
     return decoder_of(folder).max_seq_len
 
 
-def _find(folder: RunFolder, step: int | None) -> Location:
+def find_checkpoint(folder: RunFolder, step: int | None) -> Location:
+    """Return the path of a run's checkpoint, or of the newest valid one if `step` is None.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint.
+    """
     if step is None:
         found = newest_checkpoint(folder.checkpoints)
         if found is None:
@@ -355,14 +378,19 @@ def pretrained_of_folder(folder: Path) -> PretrainedText:
         ConfigError: for a folder with only an adapter.
         CheckpointError, DataError, ModelError: if a part of the folder is missing or damaged.
     """
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"RUN={folder}: this folder has an adapter without its base. Use the run's folder, or write the merged "
-            "model with weft export RUN FOLDER --merge."
-        )
+    refuse_lone_adapter(folder)
     config: Any = hugging_face.load_model_config(folder)
     model: Any = hugging_face.causal_model(config)
     load_pretrained(model, folder)
     with tempfile.TemporaryDirectory() as draft:
         tokenizer = import_tokenizer(Path(draft) / "tokenizer", str(folder), template=True)
     return PretrainedText(model, tokenizer, config)
+
+
+def refuse_lone_adapter(folder: Path) -> None:
+    """Raise ConfigError for a folder with an adapter and without its base."""
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"RUN={folder}: this folder has an adapter without its base. Use the run's folder, or write the merged "
+            "model with weft export RUN FOLDER --merge."
+        )

@@ -1,0 +1,1 @@
+"""Trained models under a plan without training: opening them, scoring texts, and answering over HTTP."""
