@@ -15,7 +15,7 @@ from weft.config.metrics import series
 from weft.config.sections import GrpoSection
 from weft.data.text.tokenizer import Tokenizer
 from weft.rl.objective import TokenLosses
-from weft.rl.prompts import Prompt
+from weft.rl.prompts import Prompt, decoded
 from weft.rl.scored import Rollout
 from weft.train.folder import RunFolder
 from weft.train.state_io import gather
@@ -119,8 +119,8 @@ class SampleWriter:
             name: None if math.isnan(values[place]) else values[place] for name, values in rollout.rewards.items()
         }
         return {
-            "prompt": self._tokenizer.decode(one.prompt_ids, specials=True),
-            "completion": self._tokenizer.decode(one.ids, specials=True),
+            "prompt": decoded(self._tokenizer, one.prompt_ids, specials=True),
+            "completion": decoded(self._tokenizer, one.ids, specials=True),
             "rewards": rewards,
             "advantage": rollout.advantages[place],
             "tokens": sum(one.trained),

@@ -67,6 +67,11 @@ def _prompt_ids(record: TableRecord, tokenizer: Tokenizer, column: str) -> list[
         record.refuse(f"its messages cannot be used: {str(error).rstrip('.')}. Correct them, or leave the record out.")
 
 
+def decoded(tokenizer: Tokenizer, ids: Iterable[int], *, specials: bool = False) -> str:
+    """Return the text of ids. Ids of embedding rows beyond the tokenizer's entries have no text."""
+    return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size], specials=specials)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt: its token ids, and the values of its record by column."""

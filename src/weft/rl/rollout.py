@@ -15,7 +15,7 @@ from weft.generation.batch import Limits, generate_batch
 from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Completion, Request, Sampling
 from weft.parallel.state.gradients import data_parallel
-from weft.rl.prompts import Prompt
+from weft.rl.prompts import Prompt, decoded
 from weft.train.engine import derive_seed
 from weft.train.state_io import gather
 from weft.train.tasks.description import Forwards
@@ -253,7 +253,7 @@ class Dialogues:
         with self._changed:
             for one, (place, _, ids) in zip(found, asked, strict=True):
                 thread = self._threads[place]
-                text = self._tokenizer.decode(one.ids)
+                text = decoded(self._tokenizer, one.ids)
                 thread.asked, thread.num_samples = None, thread.num_samples + 1
                 thread.answer = Turn(text, one.ids, tuple(ids), one.reason, one.log_probs)
             self._changed.notify_all()

@@ -18,7 +18,7 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.errors import StepRefused
 from weft.files import replace_text
 from weft.rl.objective import group_advantages, token_log_probs, token_weights
-from weft.rl.prompts import Prompt
+from weft.rl.prompts import Prompt, decoded
 from weft.rl.rewards import RewardFunctions
 from weft.rl.rollout import Sampled
 from weft.train.folder import RunFolder
@@ -133,7 +133,7 @@ def arguments(
     return {
         **{str(name): [record.get(name) for record in records] for name in columns},
         "prompts": [record[grpo.prompt] for record in records],
-        "completions": [tokenizer.decode(one.ids) for one in samples],
+        "completions": [decoded(tokenizer, one.ids) for one in samples],
         "completion_ids": [list(one.ids) for one in samples],
     }
 

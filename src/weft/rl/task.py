@@ -269,7 +269,9 @@ class GrpoTask(DecoderTask):
             stop_ids=frozenset(stop_ids(tokenizer)),
         )  # fmt: skip
         limit_s, longest = parse_seconds(grpo.reward_timeout), self.config.train.seq_len + 1
-        self._sampler = Sampler(forwards, sampling, Limits(self.data.vocab_size, longest, rows=64))
+        # All rows of the head, as in the loss: a tokenizer may have fewer entries.
+        rows = self.shapes().get_output_embeddings().weight.shape[0]
+        self._sampler = Sampler(forwards, sampling, Limits(rows, longest, rows=64))
         function = _function("grpo.rollout", grpo.rollout) if grpo.rollout else None
         self._dialogues = Dialogues(grpo.rollout or "", function, tokenizer, limit_s, longest, grpo.max_tokens)
         self._rewards = RewardFunctions(grpo.reward if forwards.rank == 0 else (), limit_s)
