@@ -3,8 +3,8 @@
 python benchmarks/generating.py                   32 prompts of 16 to 256 tokens, 64 new ones each
 python benchmarks/generating.py --layers 4 --width 256 --prompts 8
 
-Transformers pads the prompts of a batch on the left. It is timed with several batch sizes, and the best one counts. Both
-generate the same greedy tokens, which is checked.
+Transformers pads the prompts of a batch on the left. It is timed with several batch sizes, and the best one counts.
+Both generate the same greedy tokens, which is checked.
 """
 
 from __future__ import annotations

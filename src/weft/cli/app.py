@@ -35,6 +35,7 @@ VERBS = {
     "runs": Verb("List, show, compare and steer runs.", "weft.cli.runs", "app"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.inference", "generate"),
     "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt", "export"),
+    "score": Verb("Compute log-likelihoods of texts and choices.", "weft.cli.score", "score"),
     "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.inference", "evaluate"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),

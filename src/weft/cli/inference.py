@@ -15,6 +15,7 @@ import typer
 from weft import env
 from weft.cli.ckpt import ONE_HELP, one_of
 from weft.cli.console import print_line, table
+from weft.cli.generate_file import FileOptions, generate_for_file
 from weft.errors import ConfigError, MissingExtra, did_you_mean
 from weft.hub import downloaded_folder, is_hub_text
 
@@ -57,18 +58,42 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask for one question after the other, as a conversation.")
     ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL file of prompts, each with its own text in --out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="With --prompts: JSONL file to write.")] = None,
+    plan: Annotated[str, typer.Option("--plan", "-p", help="With --prompts: plan of the ranks, such as tp=2.")] = "",
+    samples: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="With --prompts: texts for each prompt.", show_default="1")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="With --prompts: texts that a rank generates at once.", show_default="32")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option(help="With --prompts: sample among the likeliest tokens that add up to this.")
+    ] = 1.0,
+    dtype: Annotated[
+        str | None, typer.Option(help="With --prompts: fp32, bf16, fp16 or fp64.", show_default="the plan's")
+    ] = None,
+    device: Annotated[str, typer.Option(help="With --prompts: auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Answer a question with a model that was trained on conversations, or continue a text with any other."""
+    options = FileOptions(out, plan, samples, rows, top_p, dtype, device)
+    options.expect_prompts(prompts)
+    if prompts is not None and (prompt is not None or messages or chat):
+        raise ConfigError(f"--prompts={prompts}: the file has the prompts. Leave out --prompt, --messages and --chat.")
     if raw and (system or messages or chat):
         raise ConfigError("--raw: it leaves out the chat template, which --system, --messages and --chat need.")
     if messages is not None and (chat or prompt is not None):
         raise ConfigError(f"--messages={messages}: the file is the conversation. Leave out --prompt and --chat.")
     turns, tools = _read_messages(messages) if messages is not None else ([], "")
-    folder = _folder_of(run)
-    if not (folder / "config.json").is_file() or (folder / "config.toml").is_file():
-        refuse_no_run(folder)
-    elif step is not None:
-        raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
+    folder = source_folder(run, step)
+    if prompts is not None:
+        generate_for_file(
+            folder, prompts, options, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed, step=step,
+            stops=tuple(stop or ()), system=system, raw=raw,
+        )  # fmt: skip
+        return
     from weft.config.run_config import SampleSection
     from weft.train.tasks.generation import open_text_model, sample_text
 
@@ -90,10 +115,20 @@ def generate(
         print(text + model.continue_text(text, section, seed, stops))
 
 
-def _folder_of(run: str) -> Path:
-    """Return the folder of a run or a model. In a folder that exists, such as runs, a missing one is no hub name."""
+def source_folder(run: str, step: int | None = None) -> Path:
+    """Return the folder of a run or a model. In a folder that exists, such as runs, a missing one is no hub name.
+
+    Raises:
+        ConfigError: for a folder that is neither a run with a checkpoint nor a Hugging Face folder, and for a step of a
+            Hugging Face folder.
+    """
     is_name = is_hub_text(run) or not Path(run).parent.is_dir()
-    return Path(downloaded_folder(run, "RUN") if is_name else run)
+    folder = Path(downloaded_folder(run, "RUN") if is_name else run)
+    if not (folder / "config.json").is_file() or (folder / "config.toml").is_file():
+        refuse_no_run(folder)
+    elif step is not None:
+        raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
+    return folder
 
 
 def _system(text: str) -> list[Turn]:

@@ -123,6 +123,7 @@ class _Batch:
         self._device = next(param.device for param in model.parameters())
         self.rows: list[_Row] = []
         self._cache: RowCache | None = None
+        self._fills = False
 
     def advance(self, waiting: list[_Row]) -> list[_Row]:
         """Run one forward: of waiting prompts, of the batch's next tokens, or of nothing for other ranks.
@@ -130,8 +131,9 @@ class _Batch:
         Returns the rows that ended, and removes prompts from `waiting`.
         """
         free = self._limits.rows - len(self.rows)
-        # Joining copies the cache, so several rows join at once.
-        if waiting and (not self.rows or free >= max(1, self._limits.rows // 4)):
+        # Joining copies the cache, so several rows join at once: from a quarter of the rows free until all are used.
+        self._fills = bool(waiting) and free > 0 and (self._fills or not self.rows or 4 * free >= self._limits.rows)
+        if self._fills:
             return self._begin(_first_group(waiting, free))
         if self.rows:
             return self._continue()

@@ -42,12 +42,12 @@ def choose(
     """
     x_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     if sampling.temperature == 0:
-        ids_B = x_BV.argmax(-1)
+        ids_B = x_BV.max(-1).indices  # the first of equal ones; faster than argmax on a CPU
     else:
         x_BV = x_BV / sampling.temperature
         numbers = [uniform(sampling.seed, key, position) for key, position in zip(keys, positions, strict=True)]
         ids_B = _sampled(x_BV, sampling, torch.tensor(numbers, dtype=torch.float64, device=x_BV.device))
-    log_probs_B = x_BV.gather(-1, ids_B[:, None])[:, 0] - x_BV.logsumexp(-1)
+    log_probs_B = x_BV.log_softmax(-1).gather(-1, ids_B[:, None])[:, 0]
     return ids_B, log_probs_B
 
 

@@ -20,11 +20,22 @@ from weft.verify.rank_pool import RankError, RankPool
 
 Result = TypeVar("Result")
 
+DEVICES = ("auto", "cpu", "cuda")
 #: Fields that change how a model trains, and not what its forward computes.
 _OF_TRAINING = ("accumulation", "reduce", "compress", "sync", "recompute", "mlp_tiles", "reshard", "graphs", "compile")
 #: Fields that change the forward, and are not used here: a pass without gradients keeps no activations to shard, and
 #: weights are gathered exactly.
 _NOT_USED = ("sp", "tp_chunks", "gather")
+
+
+def read_plan(text: str) -> Plan:
+    """Read a plan. `*` stands for what the started ranks, or this machine's GPUs, leave.
+
+    Raises:
+        PlanError: for a bad plan.
+    """
+    place = env.rank_env()
+    return Plan.parse(text, place.world_size if place is not None else max(1, torch.cuda.device_count()))
 
 
 def inference_plan(plan: Plan, dtype: str | None = None) -> tuple[Plan, list[str]]:
@@ -72,10 +83,12 @@ def run_on_ranks(function: Callable[..., Result], plan: Plan, *args: Any, device
         device: "auto" (a GPU for each rank if there is any), "cpu" or "cuda".
 
     Raises:
-        PlanError: if the number of started ranks, or of GPUs, does not fit the plan.
+        PlanError: if the number of started ranks, or of GPUs, does not fit the plan, or the device is unknown.
         ConfigError: with the message of a rank's WeftError.
         CommError: if a rank failed in another way, or died.
     """
+    if device not in DEVICES:
+        raise PlanError(f"device={device}: not one of {', '.join(DEVICES)}. Use auto.")
     place = env.rank_env()
     if place is not None:
         own = pick_device(device, place.local_rank)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.collectives import all_reduce
+from weft.comm.mesh import Mesh
 from weft.errors import ModelError
-from weft.inference.open_model import OpenedModel
+from weft.inference.open_model import OpenedModel, open_model
 from weft.models.inspect import layers
 from weft.parallel.tensor.head import LossChunking
 from weft.parallel.tensor.language_head import HeadLogProbs, expect_labels, find_head
@@ -228,3 +229,11 @@ def _of_logits(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
         is_top.append(label_C >= wide_CV.amax(1))
         log_probs.append(label_C - wide_CV.logsumexp(1))
     return torch.cat(log_probs), torch.cat(is_top)
+
+
+def score_on_ranks(
+    mesh: Mesh, source: str, step: int | None, spans: Sequence[Span], batch_tokens: int | None
+) -> list[tuple[float, bool]]:
+    """Open a model on this rank and score spans: a function for `run_on_ranks`."""
+    scorer = Scorer(open_model(source, mesh.plan, mesh, step), batch_tokens)
+    return [(float(value), bool(is_greedy)) for value, is_greedy in scorer.score(spans).tolist()]

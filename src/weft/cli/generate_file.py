@@ -1,0 +1,107 @@
+"""`weft generate --prompts`: texts for a file of prompts, under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft import env
+from weft.cli.console import print_line
+from weft.errors import ConfigError
+from weft.units import counted, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """Options of `weft generate` that belong to --prompts. The fields have the names of the options.
+
+    Attributes:
+        samples: texts for each prompt.
+        rows: texts that a rank generates at once.
+    """
+
+    out: Path | None
+    plan: str
+    samples: int | None
+    rows: int | None
+    top_p: float
+    dtype: str | None
+    device: str
+
+    def expect_prompts(self, prompts: Path | None) -> None:
+        """Raise ConfigError if an option is set without --prompts."""
+        named = {"out": self.out, "plan": self.plan, "samples": self.samples, "rows": self.rows, "dtype": self.dtype}
+        found = next((name for name, value in named.items() if value), "" if self.top_p == 1 else "top-p")
+        if prompts is None and found:
+            raise ConfigError(f"--{found}: it belongs to a file of prompts. Add --prompts FILE --out FILE.")
+        if prompts is not None and self.out is None:
+            raise ConfigError(f"--prompts={prompts}: the texts need a file. Add --out texts.jsonl.")
+
+
+def generate_for_file(
+    folder: Path,
+    prompts: Path,
+    options: FileOptions,
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    step: int | None,
+    stops: Sequence[str],
+    system: str,
+    raw: bool,
+) -> None:
+    """Generate texts for all prompts of a file on the plan's ranks, and print what was done.
+
+    Args:
+        folder: a run's folder or a Hugging Face folder.
+        prompts: JSONL file.
+        options: the other options of files.
+        max_tokens: maximum number of new tokens of a text.
+        temperature: temperature of sampling.
+        top_k: sample among the k most likely tokens.
+        seed: seed of sampling.
+        step: step of a run's checkpoint; None for the newest valid one.
+        stops: texts that end a result.
+        system: system message, or "".
+        raw: True to use prompts without the chat template.
+
+    Raises:
+        ConfigError, DataError: if the prompts or the options are wrong.
+    """
+    from weft.inference.ranks import inference_plan, read_plan, run_on_ranks
+
+    out = options.out
+    assert out is not None
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        why = "it is a folder" if out.is_dir() else "its folder does not exist"
+        raise ConfigError(f"--out={out}: {why}. Give the path of a file.")
+    settled, notes = inference_plan(read_plan(options.plan), options.dtype)
+    place = env.rank_env()
+    if settled.world_size > 1 and place is None:
+        from weft.verify.rank_pool import start_imports
+
+        start_imports(str(folder) if (folder / "config.json").is_file() else None)
+    from weft.generation.requests import Sampling
+    from weft.inference.generate import GenerateJob, generate_file
+    from weft.inference.prompts import read_prompts
+
+    read_prompts(prompts)  # before ranks start
+    sampling = Sampling(max_tokens, temperature, top_k, options.top_p, seed)
+    job = GenerateJob(
+        str(folder), prompts, out, sampling, options.samples or 1, options.rows or 32, tuple(stops), system, raw, step,
+        options.dtype,
+    )  # fmt: skip
+    for note in notes if place is None or place.rank == 0 else ():
+        print_line(note)
+    report = run_on_ranks(generate_file, settled, job, device=options.device)
+    if report is None:
+        return
+    if report.kept:
+        print_line(f"{counted(report.kept, 'text')} of an earlier, unfinished call kept.")
+    if report.refused:
+        print_line(f'{counted(report.refused, "prompt")} refused: see "error" in {out}.')
+    speed = f" in {format_seconds(report.seconds)}" if report.seconds else ""
+    print(f"{counted(report.texts, 'text')} with {counted(report.tokens, 'token')}{speed}: {out}")

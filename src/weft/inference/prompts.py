@@ -1,0 +1,135 @@
+"""Prompts of `weft generate --prompts`, and the lines of its result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.data.text.tokenizer import Tokenizer
+from weft.data.text.turns import Turn, Unusable, read_turns
+from weft.errors import ConfigError, DataError, Problem
+from weft.generation.requests import Completion
+
+_FORMS = 'Write {"prompt": "..."}, {"messages": [...]} or {"prompt_ids": [...]}'
+#: Bad lines that an error lists.
+_MOST_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One line of the prompts.
+
+    Attributes:
+        index: number of the line among those with text, from 0.
+        said: the line's object. Its other fields are copied to the result.
+    """
+
+    index: int
+    said: dict[str, Any]
+
+    def ids(self, tokenizer: Tokenizer, system: str, raw: bool) -> list[int]:
+        """Return the prompt's token ids. A prompt of a tokenizer with a chat template becomes a user's message.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            system: system message to put first, or "".
+            raw: True to use prompts unchanged.
+
+        Raises:
+            DataError: if the template rejects the messages.
+        """
+        if "prompt_ids" in self.said:
+            return list(self.said["prompt_ids"])
+        turns = [Turn("system", system)] if system else []
+        if "messages" in self.said:
+            turns += read_turns(self.said["messages"], "role", "content")
+            tools = self.said.get("tools")
+            return tokenizer.encode_prompt(turns, json.dumps(tools) if tools else "").tolist()
+        if raw or tokenizer.template is None:
+            return tokenizer.encode(self.said["prompt"])
+        return tokenizer.encode_prompt([*turns, Turn("user", self.said["prompt"])]).tolist()
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read the lines of a JSONL file. Empty lines are skipped.
+
+    Raises:
+        DataError: if the file cannot be read or has no lines.
+        ConfigError: with each bad line and its number.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"--prompts={path}: it cannot be read ({error.strerror}). Give a JSONL file.") from error
+    found: list[Prompt] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(Prompt(len(found), _read(line)))
+        except (ValueError, RecursionError) as error:
+            problems.append(Problem("prompts", f"{error}.", f"{path}:{number}"))
+    if problems:
+        more = len(problems) - _MOST_LISTED
+        rest = [Problem("prompts", f"and {more} more bad lines.")] if more > 0 else []
+        raise ConfigError([*problems[:_MOST_LISTED], *rest])
+    if not found:
+        raise DataError(f"--prompts={path}: it has no lines. {_FORMS}.")
+    return found
+
+
+def _read(line: bytes) -> dict[str, Any]:
+    """Return the object of a line. Raise ValueError with the rule that it breaks."""
+    try:
+        said: Any = json.loads(line)
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8. Save the file as UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error}). {_FORMS}") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"not an object. {_FORMS}")
+    forms = [name for name in ("prompt", "messages", "prompt_ids") if name in said]
+    if len(forms) != 1:
+        raise ValueError(f"it has {' and '.join(forms) or 'no prompt'}. {_FORMS}")
+    value = said[forms[0]]
+    if forms[0] == "prompt" and not isinstance(value, str):
+        raise ValueError(f"prompt is {type(value).__name__}, not text. {_FORMS}")
+    if forms[0] == "prompt_ids" and not (
+        isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    ):
+        raise ValueError("prompt_ids is not a list of whole numbers. Write e.g. [1, 15043]")
+    if forms[0] == "messages":
+        try:
+            turns = read_turns(value, "role", "content")
+        except Unusable as error:
+            raise ValueError(str(error)) from None
+        if turns[-1].role == "assistant":
+            raise ValueError("the last message is the assistant's. End with a question")
+    return said
+
+
+def result_line(prompt: Prompt, sample: int, done: Completion, text: str) -> dict[str, Any]:
+    """Return a line of the result: the prompt's fields, and `text`, or `error` if the prompt was refused.
+
+    Args:
+        prompt: the prompt.
+        sample: index of the text among those of one prompt.
+        done: the text's tokens.
+        text: the tokens' text, cut at a stop text.
+    """
+    line = {**prompt.said, "index": prompt.index, "sample": sample}
+    if done.error:
+        return {**line, "error": done.error}
+    return {
+        **line, "text": text, "reason": done.reason, "tokens": len(done.ids), "log_prob": round(sum(done.log_probs), 6)
+    }  # fmt: skip
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop text in it."""
+    ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
