@@ -19,6 +19,7 @@ from weft.rl.prompts import Prompt, decoded
 from weft.train.engine import derive_seed
 from weft.train.state_io import gather
 from weft.train.tasks.description import Forwards
+from weft.train.weights.whole_copy import whole_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Sampler:
 
     def __init__(self, forwards: Forwards, sampling: Sampling, limits: Limits):
         self._forwards, self._sampling, self._limits = forwards, sampling, limits
+        self._is_checked = False  # whole copies are new models each time
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completion of each request, on all ranks.
@@ -78,11 +80,10 @@ class Sampler:
         model.eval()
         try:
             if mesh.plan.pp > 1 or mesh.plan.cp > 1:
-                from weft.generation.whole_copy import whole_copy
-
                 own = requests[mesh.rank :: mesh.world_size]
                 with whole_copy(model, mesh) as plain:
-                    found = generate_batch(plain, own, self._sampling, self._limits)
+                    found = generate_batch(plain, own, self._sampling, self._limits, check=not self._is_checked)
+                self._is_checked = True
             else:
                 own, together = requests[mesh.data.rank :: mesh.data.size], MeshRanks(mesh)
                 found = generate_batch(model, own, self._sampling, self._limits, together=together)
