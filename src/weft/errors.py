@@ -123,7 +123,7 @@ class TrainingHalted(WeftError):
 
 
 class StepRefused(TrainingHalted):
-    """A step could not begin, on all ranks, for a reason outside the model. The weights are those of the last step."""
+    """A step could not begin, on all ranks, because of its data. The last step's weights are unchanged."""
 
 
 class ActionAsked(WeftError):

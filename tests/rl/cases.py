@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +22,7 @@ from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
 from weft.rl import objective, scored, task
-from weft.rl.prompts import Prompt
+from weft.rl.prompts import PromptRecord
 from weft.rl.rewards import Rewards
 from weft.rl.rollout import Sampled
 from weft.rl.scored import Rollout
@@ -60,13 +61,13 @@ def config_of(name: str):
     ]).config  # fmt: skip
 
 
-def recorded(step: int) -> tuple[list[Prompt], list[Sampled], list[list[float]]]:
+def recorded(step: int) -> tuple[list[PromptRecord], list[Sampled], list[list[float]]]:
     """Return prompts, completions of unequal lengths with given tokens in between, and rewards of two functions."""
     rng = random.Random(step)
     prompts, samples = [], []
     for number in range(PROMPTS):
         ids = tuple(rng.choices(range(60, 90), k=3 + 9 * number))
-        prompts.append(Prompt(ids, {"prompt": "?"}))
+        prompts.append(PromptRecord(ids, {"prompt": "?"}))
         for index in range(EACH):
             length = 1 if index == 2 else rng.randint(2, 12)
             trained = tuple(place not in (1, 2) or index % 2 == 0 for place in range(length))
@@ -86,13 +87,14 @@ class Recorded(GrpoTask):
         return scored.score(self._forwards, functions, self.data.tokenizer, self.settings, prompts, samples)
 
 
-def task_of(name: str, folder: Path) -> Recorded:
+def task_of(name: str, folder: Path, spec) -> Recorded:
     found = Recorded()
     found.config = config_of(name)
     found.config = found.config.model_copy(
         update={"grpo": found.config.grpo.model_copy(update={"reward_errors": "count"})}
     )
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.json").write_text(json.dumps(asdict(spec)))
     found.text.prepared, found.text.folder = found._prepared_tokenizer(None), RunFolder(folder)
     found._tables = mock.Mock(train=[None] * 4)
     return found
@@ -104,7 +106,7 @@ def results_under(plan_text: str, names: tuple[str, ...], folder: Path, spec=SPE
     plan, found = Plan.parse(f"{plan_text} precision=fp64"), {}
     mesh = build_mesh(plan)
     for name in names:
-        one = task_of(name, folder / f"{name}-{plan_text.replace(' ', '_')}")
+        one = task_of(name, folder / f"{name}-{plan_text.replace(' ', '_')}", spec)
         with planted(fault):
             batches = one.batches(Share(PROMPTS * EACH, plan.microbatches_per_step, mesh.reader.rank, mesh.reader.size))
             model = with_adapter(decoder(spec), one.config)

@@ -17,7 +17,7 @@ from weft.data.text.tokenizer import save_bytes_tokenizer
 from weft.errors import StepRefused
 from weft.generation.requests import Completion
 from weft.rl.objective import group_advantages
-from weft.rl.prompts import Prompt
+from weft.rl.prompts import PromptRecord
 from weft.rl.rewards import RewardFunctions
 from weft.rl.rollout import Dialogues
 from weft.rl.scored import score
@@ -179,7 +179,10 @@ def dialogues(function, tmp_path, limit_s=20.0, longest=20):
 
     save_bytes_tokenizer(tmp_path / "bytes")
     made = Dialogues("own.py:turns", function, Tokenizer.load(tmp_path / "bytes"), limit_s, longest, 4)
-    prompts = [Prompt((65, 66), {"prompt": "AB", "ask": True}), Prompt((67,), {"prompt": "C", "ask": False})]
+    prompts = [
+        PromptRecord((65, 66), {"prompt": "AB", "ask": True}),
+        PromptRecord((67,), {"prompt": "C", "ask": False}),
+    ]
     sampler = FakeSampler()
     return made.sample(RankForwards(None, build_mesh(Plan()), None), sampler, prompts, 2, 3), sampler
 

@@ -113,6 +113,10 @@ def test_a_run_pauses_when_a_reward_fails_and_goes_on_afterwards(folder):
     )
     (folder / "broken").unlink()
     same(trained("paused", "train.steps=4"), trained("undisturbed", "train.steps=4"), 4)
+    (folder / "broken").touch()
+    trained("paused", "train.steps=5", "grpo.reward_errors=count")
+    with pytest.raises(ConfigError, match=r"^grpo\.beta=0\.5: the run in"):
+        trained("paused", "train.steps=5", "grpo.beta=0.5")
 
 
 def train(name: str, *more: str, seconds: float = 200) -> RunFolder:

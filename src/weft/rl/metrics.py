@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from weft.config.metrics import series
 from weft.config.sections import GrpoSection
 from weft.data.text.tokenizer import Tokenizer
 from weft.rl.objective import TokenLosses
-from weft.rl.prompts import Prompt, decoded
+from weft.rl.prompts import PromptRecord, decoded
 from weft.rl.scored import Rollout
 from weft.train.folder import RunFolder
 from weft.train.state_io import gather
@@ -26,17 +25,11 @@ from weft.train.tasks.description import Forwards
 _PROMPTS, _EACH = 4, 2
 
 
-def short_names(sources: Sequence[str]) -> dict[str, str]:
-    """Return the name of each function for metrics: without its file, unless two functions have the same name."""
-    names = [source.rpartition(":")[2] for source in sources]
-    return {source: name if names.count(name) == 1 else source for source, name in zip(sources, names, strict=True)}
-
-
 def reward_metrics(step: int, rollout: Rollout, grpo: GrpoSection) -> dict[str, object]:
     """Return the event with rewards and lengths of a step's completions."""
     found: dict[str, float] = {}
-    for source, name in short_names(grpo.reward).items():
-        known = [one for one in rollout.rewards[source] if not math.isnan(one)]
+    for source in grpo.reward:
+        name, known = source.rpartition(":")[2], [one for one in rollout.rewards[source] if not math.isnan(one)]
         if known:
             found[series("rl.reward", name)] = statistics.fmean(known)
             found[series("rl.reward_std", name)] = statistics.pstdev(known)
@@ -98,31 +91,21 @@ class StepSums:
         return {"event": "figures", "step": step, "figures": found}
 
 
-class SampleWriter:
-    """Writes completions with their rewards to samples/step_N.jsonl."""
-
-    def __init__(self, folder: RunFolder, tokenizer: Tokenizer):
-        self._folder, self._tokenizer = folder.path / "samples", tokenizer
-
-    def write(self, step: int, prompts: Sequence[Prompt], rollout: Rollout, number: int) -> None:
-        """Write some completions of some prompts. number: completions of each prompt."""
-        self._folder.mkdir(exist_ok=True)
-        places = [
-            prompt * number + index for prompt in range(min(_PROMPTS, len(prompts))) for index in range(number)[:_EACH]
-        ]
-        lines = [json.dumps(self._line(rollout, place), ensure_ascii=False) for place in places]
-        (self._folder / f"step_{step:08d}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-
-    def _line(self, rollout: Rollout, place: int) -> Mapping[str, Any]:
-        one = rollout.samples[place]
-        rewards = {
-            name: None if math.isnan(values[place]) else values[place] for name, values in rollout.rewards.items()
-        }
-        return {
-            "prompt": decoded(self._tokenizer, one.prompt_ids, specials=True),
-            "completion": decoded(self._tokenizer, one.ids, specials=True),
-            "rewards": rewards,
-            "advantage": rollout.advantages[place],
+def write_samples(
+    folder: RunFolder, tokenizer: Tokenizer, step: int, prompts: Sequence[PromptRecord], rollout: Rollout
+) -> None:
+    """Write some completions of some prompts with their rewards to samples/step_N.jsonl."""
+    number, lines = len(rollout.samples) // len(prompts), list[str]()
+    for at in [prompt * number + index for prompt in range(len(prompts))[:_PROMPTS] for index in range(number)[:_EACH]]:
+        one = rollout.samples[at]
+        values = {
+            "prompt": decoded(tokenizer, one.prompt_ids, specials=True),
+            "completion": decoded(tokenizer, one.ids, specials=True),
+            "rewards": {name: None if math.isnan(each[at]) else each[at] for name, each in rollout.rewards.items()},
+            "advantage": rollout.advantages[at],
             "tokens": sum(one.trained),
             "reason": one.reason,
         }
+        lines.append(json.dumps(values, ensure_ascii=False))
+    (folder.path / "samples").mkdir(exist_ok=True)
+    (folder.path / "samples" / f"step_{step:08d}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")

@@ -94,13 +94,13 @@ class TokenLosses:
 
 
 def policy_losses(log_probs_RT: Tensor, batch: dict[str, Any], settings: GrpoSection) -> TokenLosses:
-    """Return the loss of each token; see the module docstring.
+    """Return the loss of each token, as in the module docstring.
 
     Args:
         log_probs_RT: log probabilities of the labels, with a gradient.
         batch: labels, advantages and sampled (log probabilities of the sampler), (R, T). old has the model's log
-            probabilities at the time of sampling; without it, they are the current ones. reference has those of the
-            reference or the teacher.
+            probabilities at the time of sampling; without it, they are the current ones. reference has the log
+            probabilities of the reference or the teacher.
         settings: the objective.
     """
     own, trained = log_probs_RT, batch["labels"] != IGNORE

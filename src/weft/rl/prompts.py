@@ -73,64 +73,44 @@ def decoded(tokenizer: Tokenizer, ids: Iterable[int], *, specials: bool = False)
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptRecord:
     """A prompt: its token ids, and the values of its record by column."""
 
     ids: tuple[int, ...]
     record: Mapping[str, Any]
 
-    @classmethod
-    def of_row(cls, row: Mapping[str, np.ndarray]) -> Prompt:
-        """Return the prompt of a row of `prompt_rows`."""
-        return cls(tuple(row["ids"].tolist()), json.loads(row["record"].tobytes()))
 
+class PromptBatches:
+    """One rank's batches, which the task replaces by completions: the step, and their numbers in the global batch.
 
-class PromptOrder:
-    """The prompts of each rollout. Prompts are shuffled in each epoch.
+    Prompts are shuffled in each epoch.
 
     Args:
         table: rows of `prompt_rows`.
         seed: the run's seed.
-        global_batch: completions of a step over all ranks.
+        share: the rank's share of the global batch, which counts completions.
         settings: completions of a prompt, and steps of a rollout.
     """
 
-    def __init__(self, table: RowTable, seed: int, global_batch: int, settings: GrpoSection):
-        self._table, self._seed, self._settings = table, seed, settings
-        self._number = global_batch // settings.completions
+    def __init__(self, table: RowTable, seed: int, share: Share, settings: GrpoSection):
+        self._table, self._seed, self._share, self._settings = table, seed, share, settings
+        self.samples_per_epoch = len(table) * settings.completions * settings.updates_per_rollout
 
-    def first_step(self, step: int) -> int:
-        """Return the first step of the rollout that a step uses. Steps count from 0."""
-        return step - step % self._settings.updates_per_rollout
-
-    def prompts(self, step: int) -> list[Prompt]:
-        """Return the prompts of a step's rollout."""
-        start = step // self._settings.updates_per_rollout * self._number
-        places = (sample_index(len(self._table), self._seed, start + one)[1] for one in range(self._number))
-        return [Prompt.of_row(self._table[place]) for place in places]
-
-
-class StepNumbers:
-    """One rank's batches: the step, and the numbers of the rank's completions in the global batch.
-
-    The task replaces them by completions before a step.
-
-    Args:
-        share: the rank's share of the global batch.
-        samples_per_epoch: completions in one pass over the prompts.
-    """
-
-    def __init__(self, share: Share, samples_per_epoch: int):
-        self._share, self.samples_per_epoch = share, samples_per_epoch
+    def prompts(self, step: int) -> list[PromptRecord]:
+        """Return the prompts of a step, counted from 0. All steps of a rollout have the same."""
+        number = self._share.global_batch // self._settings.completions
+        start = step // self._settings.updates_per_rollout * number
+        rows = (self._table[sample_index(len(self._table), self._seed, start + one)[1]] for one in range(number))
+        return [PromptRecord(tuple(row["ids"].tolist()), json.loads(row["record"].tobytes())) for row in rows]
 
     def batches(self, step: int) -> list[Any]:
         share = self._share
         own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
 
-        def collate(places: list[int]) -> dict[str, Any]:
-            return {"places": torch.tensor(places), "step": step}
+        def collate(numbers: list[int]) -> dict[str, Any]:
+            return {"numbers": torch.tensor(numbers), "step": step}
 
-        return Microbatches.of_samples(lambda place: place, own, collate, share.global_batch).marked()
+        return Microbatches.of_samples(lambda number: number, own, collate, share.global_batch).marked()
 
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterator[list[Any]]]:
         return nullcontext(self.batches(step) for step in range(start_step, end_step))

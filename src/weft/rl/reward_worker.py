@@ -1,7 +1,7 @@
 """The process that calls one reward function: `python -m weft.rl.reward_worker FILE.py:FUNCTION`.
 
-It reads calls from its standard input, and writes answers, each as 8 bytes of length and JSON. It exits at the end of
-its input, and is killed when its parent ends. Output of the function goes to stderr.
+Each line of its standard input is a call, and each line of its output an answer, as JSON. It exits at the end of its
+input, and is killed when its parent ends. Output of the function goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numbers
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from weft.lazy import named_object
 
@@ -25,20 +26,11 @@ from weft.lazy import named_object
 _PARENT_DEATH_SIGNAL = 1
 
 
-def write_message(stream: BinaryIO, value: Any) -> None:
-    """Write a JSON value with its length."""
-    text = json.dumps(value).encode()
-    stream.write(len(text).to_bytes(8, "little") + text)
-    stream.flush()
-
-
 def accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values whose names are parameters of a function, or all if it takes any."""
-    params = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in params):
-        return dict(values)
-    names = {one.name for one in params}
-    return {name: value for name, value in values.items() if name in names}
+    params = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in params.values())
+    return {name: value for name, value in values.items() if takes_all or name in params}
 
 
 def checked(found: Any, number: int) -> dict[str, Any]:
@@ -48,13 +40,10 @@ def checked(found: Any, number: int) -> dict[str, Any]:
         return {"error": f"it returned {type(found).__name__}, and a list of {number} numbers is needed"}
     if len(found) != number:
         return {"error": f"it returned {len(found)} values for {number} completions"}
-    values: list[float | None] = []
-    for one in found:
-        one = one.item() if callable(getattr(one, "item", None)) else one
-        if one is not None and not isinstance(one, numbers.Real):
-            return {"error": f"it returned a {type(one).__name__}, and a number is needed"}
-        values.append(None if one is None or not math.isfinite(one) else float(one))
-    return {"values": values}
+    values = [one.item() if callable(getattr(one, "item", None)) else one for one in found]
+    if odd := [one for one in values if one is not None and not isinstance(one, numbers.Real)]:
+        return {"error": f"it returned a {type(odd[0]).__name__}, and a number is needed"}
+    return {"values": [None if one is None or not math.isfinite(one) else float(one) for one in values]}
 
 
 def main(source: str) -> None:
@@ -62,21 +51,18 @@ def main(source: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank gets the signal too, and ends this process
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    answers, calls = os.fdopen(os.dup(1), "wb"), sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    function: Callable[..., Any] | None = None
-    while len(head := calls.read(8)) == 8:
-        values = json.loads(calls.read(int.from_bytes(head, "little")))
+    for line in sys.stdin:
+        values = json.loads(line)
         try:
-            function = function or named_object(source)
+            function = named_object(source)
             answer = checked(function(**accepted(function, values)), len(values["completions"]))
         except Exception as error:  # user code may raise anything
-            frame = error.__traceback__
-            while frame is not None and frame.tb_next is not None:
-                frame = frame.tb_next
-            where = f" at {Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}" if frame else ""
-            answer = {"error": f"it raised {type(error).__name__}{where} ({error})"}
-        write_message(answers, answer)
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}:{last.lineno}"
+            answer = {"error": f"it raised {type(error).__name__} at {where} ({error})"}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from weft.generation.batch import Limits, generate_batch
 from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Completion, Request, Sampling
 from weft.parallel.state.gradients import data_parallel
-from weft.rl.prompts import Prompt, decoded
+from weft.rl.prompts import PromptRecord, decoded
 from weft.train.engine import derive_seed
 from weft.train.state_io import gather
 from weft.train.tasks.description import Forwards
@@ -48,14 +48,15 @@ class Sampled:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Sampled:
         """Return the completion of its fields as JSON values."""
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in values.values()))
+        prompt_ids, ids, trained, log_probs, reason = values.values()
+        return cls(tuple(prompt_ids), tuple(ids), tuple(trained), tuple(log_probs), reason)
 
 
 class Sampler:
     """Samples completions with the current weights. All ranks call it with the same requests.
 
-    In place, each data rank samples a part of the requests. Under pp and cp, each rank samples a part with a whole copy
-    of the weights.
+    Each data rank samples a part of the requests with the sharded model. Under pp and cp, each rank samples a part with
+    a whole copy of the weights.
 
     Args:
         forwards: the sharded model.
@@ -100,7 +101,7 @@ class Sampler:
         return [every[request.key] for request in requests]
 
 
-def sample_prompts(sampler: Sampler, prompts: Sequence[Prompt], number: int, step: int) -> list[Sampled]:
+def sample_prompts(sampler: Sampler, prompts: Sequence[PromptRecord], number: int, step: int) -> list[Sampled]:
     """Return `number` completions of each prompt. The completions of one prompt are adjacent.
 
     The key of a completion derives from the step, the prompt's position and the completion's index.
@@ -118,7 +119,7 @@ def sample_prompts(sampler: Sampler, prompts: Sequence[Prompt], number: int, ste
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SampledTurn:
     """A sampled turn of a user's rollout function.
 
     Attributes:
@@ -151,7 +152,7 @@ class _Dialogue(threading.Thread):
         super().__init__(name="weft-rollout", daemon=True)
         self._function, self.prompt, self._changed = function, prompt, changed
         self.asked: tuple[int, ...] | None = None
-        self.answer: Turn | None = None
+        self.answer: SampledTurn | None = None
         self.turns: list[Any] = []
         self.num_samples = 0
         self.error = ""
@@ -166,7 +167,7 @@ class _Dialogue(threading.Thread):
             self.ended = True
             self._changed.notify_all()
 
-    def _sample(self, ids: Iterable[int]) -> Turn:
+    def _sample(self, ids: Iterable[int]) -> SampledTurn:
         with self._changed:
             self.asked, self.answer = tuple(map(int, ids)), None
             self._changed.notify_all()
@@ -181,11 +182,9 @@ class _Dialogue(threading.Thread):
 
     def sampled(self) -> dict[str, Any]:
         """Return the completion as JSON values of `Sampled`. Raise ValueError with the reason if turns do not fit."""
-        if self.error:
-            raise ValueError(self.error)
         ids, trained, log_probs, reason = list(self.prompt.ids), list[bool](), list[float](), ""
         for turn in self.turns:
-            if isinstance(turn, Turn):
+            if isinstance(turn, SampledTurn):
                 if tuple(ids) != turn.prompt_ids:
                     raise ValueError("a sampled turn was not sampled after exactly the prompt and the turns before it")
                 new, logs, reason = list(turn.ids), list(turn.log_probs), turn.reason
@@ -194,7 +193,7 @@ class _Dialogue(threading.Thread):
                 logs = [0.0] * len(new)
             ids += new
             log_probs += logs
-            trained += [isinstance(turn, Turn)] * len(new)
+            trained += [isinstance(turn, SampledTurn)] * len(new)
         if not any(trained):
             raise ValueError("it returned no sampled turn. Return the results of sample(ids) in a list")
         own = len(self.prompt.ids)
@@ -223,7 +222,7 @@ class Dialogues:
         self._threads: list[_Dialogue] = []
 
     def sample(
-        self, forwards: Forwards, sampler: Sampler, prompts: Sequence[Prompt], number: int, step: int
+        self, forwards: Forwards, sampler: Sampler, prompts: Sequence[PromptRecord], number: int, step: int
     ) -> list[Sampled]:
         """Return `number` completions of each prompt. All ranks call it.
 
@@ -239,7 +238,7 @@ class Dialogues:
             raise StepRefused(f"grpo.rollout={self._name}: {first['error']}. Correct it.")
         return [Sampled.from_json(one) for one in first["done"]]
 
-    def _start(self, prompts: Sequence[Prompt], number: int) -> dict[str, Any]:
+    def _start(self, prompts: Sequence[PromptRecord], number: int) -> dict[str, Any]:
         def encode(text: str) -> list[int]:
             return self._tokenizer.encode_batch([text])[0].tolist()
 
@@ -256,34 +255,39 @@ class Dialogues:
                 thread = self._threads[place]
                 text = decoded(self._tokenizer, one.ids)
                 thread.asked, thread.num_samples = None, thread.num_samples + 1
-                thread.answer = Turn(text, one.ids, tuple(ids), one.reason, one.log_probs)
+                thread.answer = SampledTurn(text, one.ids, tuple(ids), one.reason, one.log_probs)
             self._changed.notify_all()
         return self._next()
 
     def _next(self) -> dict[str, Any]:
         """Wait for all threads. Return the samples that they ask for, or all completions, or an error."""
+        try:
+            if asked := self._asked():
+                return {"asked": asked}
+            done = [thread.sampled() for thread in self._threads]
+            longest = max(len(one["prompt_ids"]) + len(one["ids"]) for one in done)
+            if longest > self._longest:
+                raise ValueError(f"its turns have {longest} tokens, and train.seq_len allows {self._longest}")
+            return {"asked": [], "done": done}
+        except ValueError as error:
+            return {"asked": [], "error": str(error)}
+
+    def _asked(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return (completion, number of samples before, token ids) of each sample that a thread waits for."""
         end = time.monotonic() + self._limit_s
         with self._changed:
             while not all(thread.waits for thread in self._threads):
                 if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
-                    return {"asked": [], "error": f"it took more than {self._limit_s:g} s without a sample"}
+                    raise ValueError(f"it took more than {self._limit_s:g} s without a sample")
+        if error := next((thread.error for thread in self._threads if thread.error), ""):
+            raise ValueError(error)
         asked = [
-            (place, thread.num_samples, thread.asked)
-            for place, thread in enumerate(self._threads)
+            (number, thread.num_samples, thread.asked)
+            for number, thread in enumerate(self._threads)
             if thread.asked is not None and not thread.ended
         ]
-        if errors := [thread.error for thread in self._threads if thread.error]:
-            return {"asked": [], "error": errors[0]}
-        if too_long := [ids for _, _, ids in asked if ids and len(ids) + self._max_tokens > self._longest]:
-            rule = f"it asks for a sample after {len(too_long[0])} tokens, and train.seq_len and grpo.max_tokens leave"
-            return {"asked": [], "error": f"{rule} {self._longest - self._max_tokens}"}
-        if asked:
-            return {"asked": asked}
-        try:
-            done = [thread.sampled() for thread in self._threads]
-        except ValueError as error:
-            return {"asked": [], "error": str(error)}
-        longest = max(len(one["prompt_ids"]) + len(one["ids"]) for one in done)
-        if longest > self._longest:
-            return {"asked": [], "error": f"its turns have {longest} tokens, and train.seq_len allows {self._longest}"}
-        return {"asked": [], "done": done}
+        most, longest = self._longest - self._max_tokens, max((len(ids) for *_, ids in asked), default=0)
+        if longest > most:
+            rule = "train.seq_len and grpo.max_tokens leave"
+            raise ValueError(f"it asks for a sample after {longest} tokens, and {rule} {most}")
+        return asked

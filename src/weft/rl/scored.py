@@ -18,7 +18,7 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.errors import StepRefused
 from weft.files import replace_text
 from weft.rl.objective import group_advantages, token_log_probs, token_weights
-from weft.rl.prompts import Prompt, decoded
+from weft.rl.prompts import PromptRecord, decoded
 from weft.rl.rewards import RewardFunctions
 from weft.rl.rollout import Sampled
 from weft.train.folder import RunFolder
@@ -32,7 +32,7 @@ _UNIT = 32
 
 @dataclass
 class Rollout:
-    """All completions of the global batch, in order: those of the first prompt, then those of the second, ...
+    """All completions of the global batch, prompt after prompt.
 
     Attributes:
         samples: the completions.
@@ -50,49 +50,51 @@ class Rollout:
     weights: list[float]
     values: dict[str, list[list[float]]] = field(default_factory=dict)
 
-    def rows(self, places: Sequence[int], pad_id: int, longest: int) -> dict[str, Any]:
+    def rows(self, numbers: Sequence[int], pad_id: int, longest: int) -> dict[str, Any]:
         """Return a batch of completions.
 
         input_ids, labels and positions are int64 (R, T); advantages, sampled (log probabilities), weights_of_tokens and
         counts are float64 (R, T). The sum of counts is the number of completions. width is T.
 
         Args:
-            places: their indices.
+            numbers: indices of the completions.
             pad_id: padding id.
             longest: T is not rounded up beyond this.
         """
-        lengths = [len(self.samples[place].prompt_ids) + len(self.samples[place].ids) - 1 for place in places]
+        lengths = [len(self.samples[number].prompt_ids) + len(self.samples[number].ids) - 1 for number in numbers]
         width = max(*lengths, min(longest, -(-max(lengths) // _UNIT) * _UNIT))
-        ids, labels = (torch.full((len(places), width), value) for value in (pad_id, IGNORE))
-        advantages, sampled, weights, counts = torch.zeros(4, len(places), width, dtype=torch.float64)
-        for row, place in enumerate(places):
-            one = self.samples[place]
+        ids, labels = (torch.full((len(numbers), width), value) for value in (pad_id, IGNORE))
+        advantages, sampled, weights, counts = torch.zeros(4, len(numbers), width, dtype=torch.float64)
+        for row, number in enumerate(numbers):
+            one = self.samples[number]
             whole = torch.tensor([*one.prompt_ids, *one.ids])
             span = slice(len(one.prompt_ids) - 1, len(whole) - 1)
             trained = torch.tensor(one.trained, dtype=torch.bool)
             ids[row, : len(whole) - 1] = whole[:-1]
             labels[row, span] = torch.tensor(one.ids).where(trained, IGNORE)
             sampled[row, span] = torch.tensor(one.log_probs, dtype=torch.float64)
-            advantages[row], weights[row], counts[row, 0] = self.advantages[place], self.weights[place], 1.0
+            advantages[row], weights[row], counts[row, 0] = self.advantages[number], self.weights[number], 1.0
         return {
-            "input_ids": ids, "labels": labels, "positions": torch.arange(width).repeat(len(places), 1),
+            "input_ids": ids, "labels": labels, "positions": torch.arange(width).repeat(len(numbers), 1),
             "advantages": advantages, "sampled": sampled, "weights_of_tokens": weights, "counts": counts,
             "width": width,
         }  # fmt: skip
 
-    def stored(self, places: Sequence[int], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def stored(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the stored log probabilities of completions by name, float64 (R, T) in the shape of the batch."""
         trained = batch["labels"] != IGNORE
         found = {}
         for name, values in self.values.items():
             found[name] = torch.zeros(trained.shape, dtype=torch.float64)
-            found[name][trained] = torch.tensor([one for place in places for one in values[place]], dtype=torch.float64)
+            found[name][trained] = torch.tensor(
+                [one for number in numbers for one in values[number]], dtype=torch.float64
+            )
         return found
 
 
 def score(
     forwards: Forwards, functions: RewardFunctions, tokenizer: Tokenizer, grpo: GrpoSection,
-    prompts: Sequence[Prompt], samples: list[Sampled],
+    prompts: Sequence[PromptRecord], samples: list[Sampled],
 ) -> Rollout:  # fmt: skip
     """Return completions with rewards, which the first rank computes, and advantages. All ranks call it.
 
@@ -125,7 +127,7 @@ def score(
 
 
 def arguments(
-    tokenizer: Tokenizer, grpo: GrpoSection, prompts: Sequence[Prompt], samples: Sequence[Sampled]
+    tokenizer: Tokenizer, grpo: GrpoSection, prompts: Sequence[PromptRecord], samples: Sequence[Sampled]
 ) -> dict[str, list[Any]]:
     """Return the arguments of reward functions: lists with one entry per completion, by name."""
     records = [prompt.record for prompt in prompts for _ in range(grpo.completions)]
@@ -165,24 +167,30 @@ class TokenValues:
         ]
 
     def gather(
-        self, rollout: Rollout, made: Sequence[dict[str, Any]], batches: Sequence[Any], names: Sequence[str]
-    ) -> None:
-        """Add the values of all ranks' batches to a rollout. All ranks call it."""
-        mesh = self._forwards.mesh
-        own = [
-            [place, {name: batch[name].cpu()[row][batch["labels"][row] != IGNORE].tolist() for name in names}]
-            for batch, before in zip(made, batches, strict=True)
-            for row, place in enumerate(before["places"].tolist())
-        ]
+        self, batches: Sequence[dict[str, Any]], numbers: Sequence[Sequence[int]], found: dict[str, list[Tensor]]
+    ) -> dict[str, list[list[float]]]:
+        """Return the values of all completions, from the values that each rank computed. All ranks call it.
+
+        Args:
+            batches: this rank's batches.
+            numbers: number of each row in the global batch.
+            found: results of `compute` by name.
+        """
+        mesh, own = self._forwards.mesh, []
+        for index, batch in enumerate(batches):
+            for row, number in enumerate(numbers[index]):
+                trained = batch["labels"][row] != IGNORE
+                own.append([number, {name: one[index].cpu()[row][trained].tolist() for name, one in found.items()}])
         told = json.dumps([[mesh.data.rank, mesh["pp"].rank], own]).encode()
+        # The ranks of tp and cp have equal values. Of the stages of a pipeline, one has values, and the others zeros.
         records = {tuple(at): values for at, values in map(json.loads, gather(mesh, told))}
-        sums: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+        sums: dict[str, dict[int, Tensor]] = {name: {} for name in found}
         for values in records.values():
-            for place, found in dict(map(tuple, values)).items():
-                for name in names:
-                    more = torch.tensor(found[name], dtype=torch.float64)
-                    sums[name][place] = more + sums[name].get(place, 0.0)
-        rollout.values = {name: [found[place].tolist() for place in sorted(found)] for name, found in sums.items()}
+            for number, one in dict(map(tuple, values)).items():
+                for name in found:
+                    more = torch.tensor(one[name], dtype=torch.float64)
+                    sums[name][number] = more + sums[name].get(number, 0.0)
+        return {name: [one[number].tolist() for number in sorted(one)] for name, one in sums.items()}
 
 
 class RolloutFiles:

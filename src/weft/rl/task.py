@@ -27,13 +27,13 @@ from weft.models.inspect import hugging_face
 from weft.parallel.dropout.drop_state import marked_samples
 from weft.parallel.layers.documents import call_in_documents
 from weft.planner.space.trained_part import FrozenWork
-from weft.rl.metrics import SampleWriter, StepSums, reward_metrics
+from weft.rl.metrics import StepSums, reward_metrics, write_samples
 from weft.rl.objective import policy_losses, token_log_probs
-from weft.rl.prompts import PromptOrder, StepNumbers, prompt_rows
+from weft.rl.prompts import PromptBatches, decoded, prompt_rows
 from weft.rl.rewards import RewardFunctions
 from weft.rl.rollout import Dialogues, Sampler, sample_prompts
 from weft.rl.scored import Rollout, RolloutFiles, TokenValues, score
-from weft.train.data_share import Batches, Share
+from weft.train.data_share import Share
 from weft.train.folder import RunFolder, free_name
 from weft.train.microbatches import mark
 from weft.train.tasks.base import Report, setting_error
@@ -49,12 +49,14 @@ if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
 
 _ROWS = "prompts.json"
+#: Settings that a resumed run cannot change.
+_FIXED = tuple(f"grpo.{name}" for name in GrpoSection.model_fields if name not in ("reward_timeout", "reward_errors"))
 #: Rollouts in memory: a step that went wrong is computed again from the same completions.
 _KEPT = 2
 
 
 class PolicyLoss:
-    """The loss function of a step; see `weft.rl.objective`.
+    """The loss function of a step, with the formulas of `weft.rl.objective`.
 
     takes_head_loss: "tokens" if the head may compute log probabilities, which it does at temperature 1.
     """
@@ -78,7 +80,7 @@ class GrpoTask(DecoderTask):
     metrics = ()
     sum_names = ()
     sections = (*DecoderTask.sections, "grpo")
-    identity = (*DecoderTask.identity, "grpo")
+    identity = (*DecoderTask.identity, *_FIXED)
 
     _tables: SplitTables | None = None
     _forwards: Forwards | None = None
@@ -125,7 +127,7 @@ class GrpoTask(DecoderTask):
     # --- preparing ---
 
     @property
-    def plan_limits(self) -> Mapping[str, Limit]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def plan_limits(self) -> Mapping[str, Limit]:  # pyright: ignore[reportIncompatibleVariableOverride] read only
         """Plan fields that the task limits."""
         why = "a teacher of another shape would need a pipeline of its own"
         return {} if self._teacher is None else {"pp": Limit((1,), why)}
@@ -146,8 +148,8 @@ class GrpoTask(DecoderTask):
              f"{grpo.method} learns from rewards. Give a function, such as rewards.py:correct."),
             (bool(grpo.reward_weights) and len(grpo.reward_weights) != len(grpo.reward), "grpo.reward_weights",
              list(grpo.reward_weights), f"there are {len(grpo.reward)} reward functions. Give one weight for each."),
-            (len(set(grpo.reward)) < len(grpo.reward), "grpo.reward", list(grpo.reward),
-             "a function is listed twice. List each once."),
+            (len({one.rpartition(":")[2] for one in grpo.reward}) < len(grpo.reward), "grpo.reward", list(grpo.reward),
+             "two functions have the same name, and metrics could not tell them apart. Rename one."),
             ((grpo.method == "distill") != bool(grpo.teacher), "grpo.teacher", grpo.teacher or '""',
              "method=distill needs a teacher, and other methods use none. Set both, or neither."),
             (grpo.method == "distill" and grpo.beta > 0, "grpo.beta", grpo.beta,
@@ -233,15 +235,11 @@ class GrpoTask(DecoderTask):
         assert self._tables is not None
         return self._tables
 
-    @cached_property
-    def _order(self) -> PromptOrder:
-        return PromptOrder(self.tables.train, self.config.seed, self.config.train.global_batch, self.settings)
-
     def samples_per_epoch(self) -> int:
-        return len(self.tables.train) * self.settings.completions * self.settings.updates_per_rollout
+        return self.batches(Share(self.config.train.global_batch)).samples_per_epoch
 
-    def batches(self, share: Share) -> Batches:
-        return StepNumbers(share, self.samples_per_epoch())
+    def batches(self, share: Share) -> PromptBatches:
+        return PromptBatches(self.tables.train, self.config.seed, share, self.settings)
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
         return None
@@ -259,10 +257,8 @@ class GrpoTask(DecoderTask):
         """
         grpo, tokenizer, plan = self.settings, self.data.tokenizer, forwards.plan
         for field, usual in (("sync", "step"), ("graphs", False)):
-            if getattr(plan, field) != usual:
-                raise setting_error(
-                    f"plan.{field}", getattr(plan, field), "task=grpo does not support it. Leave it out."
-                )
+            if (value := getattr(plan, field)) != usual:
+                raise setting_error(f"plan.{field}", value, "task=grpo does not support it. Leave it out.")
         self._forwards = forwards
         sampling = Sampling(
             max_tokens=grpo.max_tokens, temperature=grpo.temperature, seed=self.config.seed,
@@ -270,14 +266,14 @@ class GrpoTask(DecoderTask):
         )  # fmt: skip
         limit_s, longest = parse_seconds(grpo.reward_timeout), self.config.train.seq_len + 1
         # All rows of the head, as in the loss: a tokenizer may have fewer entries.
-        rows = self.shapes().get_output_embeddings().weight.shape[0]
-        self._sampler = Sampler(forwards, sampling, Limits(rows, longest, rows=64))
+        shapes: Any = self.shapes()
+        limits = Limits(shapes.get_output_embeddings().weight.shape[0], longest, rows=64)
+        self._sampler = Sampler(forwards, sampling, limits)
         function = _function("grpo.rollout", grpo.rollout) if grpo.rollout else None
         self._dialogues = Dialogues(grpo.rollout or "", function, tokenizer, limit_s, longest, grpo.max_tokens)
         self._rewards = RewardFunctions(grpo.reward if forwards.rank == 0 else (), limit_s)
         assert self.text.folder is not None
         self._files = RolloutFiles(self.text.folder, grpo.updates_per_rollout, forwards)
-        self._samples = SampleWriter(self.text.folder, tokenizer)
         self._rollouts: dict[int, Rollout] = {}
         self._values = TokenValues(forwards, grpo.temperature)
 
@@ -289,22 +285,25 @@ class GrpoTask(DecoderTask):
         """
         assert self._forwards is not None
         step = int(batches[0]["step"])
-        first = self._order.first_step(step)
+        first = step - step % self.settings.updates_per_rollout
         rollout = self._rollouts.get(first)
         if rollout is None:
             rollout = self._files.read(first) if first != step else None
             if rollout is None:
-                rollout = self._new_rollout(step)
+                with self._forwards.mesh.pulse.doing("samples completions"):
+                    rollout = self._new_rollout(step)
             self._rollouts = {**dict(list(self._rollouts.items())[1 - _KEPT :]), first: rollout}
-        made = [self._batch(rollout, batch, index) for index, batch in enumerate(batches)]
-        made = self._with_values(rollout, made, batches, is_first=step == first)
-        self._policy_loss.sums.begin(step + 1)
+        numbers = [batch["numbers"].tolist() for batch in batches]
+        pad_id, longest = self.data.tokenizer.pad_id, self.config.train.seq_len
+        made = [{**rollout.rows(own, pad_id, longest), "index": index} for index, own in enumerate(numbers)]
+        made = self._with_values(rollout, made, numbers, first)
+        self.loss.sums.begin(step + 1)
         samples = [marked_samples(before) for before in batches]
         return [batch if own is None else mark(batch, own) for batch, own in zip(made, samples, strict=True)]
 
     def _new_rollout(self, step: int) -> Rollout:
         assert self._forwards is not None
-        grpo, prompts = self.settings, self._order.prompts(step)
+        grpo, prompts = self.settings, self.batches(Share(self.config.train.global_batch)).prompts(step)
         if grpo.rollout:
             found = self._dialogues.sample(self._forwards, self._sampler, prompts, grpo.completions, step)
         else:
@@ -312,54 +311,41 @@ class GrpoTask(DecoderTask):
         rollout = score(self._forwards, self._rewards, self.data.tokenizer, grpo, prompts, found)
         self._forwards.record(reward_metrics(step + 1, rollout, grpo))
         if self._forwards.rank == 0 and step % self.config.log.every == 0:
-            self._samples.write(step + 1, prompts, rollout, grpo.completions)
+            assert self.text.folder is not None
+            write_samples(self.text.folder, self.data.tokenizer, step + 1, prompts, rollout)
         return rollout
 
-    def _batch(self, rollout: Rollout, batch: Any, index: int) -> dict[str, Any]:
-        places = batch["places"].tolist()
-        return {**rollout.rows(places, self.data.tokenizer.pad_id, self.config.train.seq_len), "index": index}
-
     def _with_values(
-        self, rollout: Rollout, made: list[dict[str, Any]], batches: Sequence[Any], *, is_first: bool
+        self, rollout: Rollout, made: list[dict[str, Any]], numbers: Sequence[Sequence[int]], first: int
     ) -> list[dict[str, Any]]:
         """Return the batches with log probabilities of the reference, and of the model at the time of sampling.
 
-        With several steps per rollout, the first one computes and stores them.
+        With several steps per rollout, its first step computes and stores them.
         """
-        wanted: dict[str, Which] = {}
+        several = self.settings.updates_per_rollout > 1
+        wanted: dict[str, Which] = {"old": "model"} if several else {}
         if self._reference is not None:
             wanted["reference"] = self._reference
-        if self.settings.updates_per_rollout > 1:
-            wanted["old"] = "model"
-        if not is_first or (rollout.values and rollout.values.keys() == wanted.keys()):
-            return [
-                {**batch, **rollout.stored(before["places"].tolist(), batch)}
-                for batch, before in zip(made, batches, strict=True)
-            ]
-        for name, of in wanted.items():
-            for batch, found in zip(made, self._values.compute(made, of), strict=True):
-                batch[name] = found
-        if self.settings.updates_per_rollout > 1:
-            self._values.gather(rollout, made, batches, list(wanted))
-            self._files.write(int(batches[0]["step"]), rollout)
-        return made
+        if not rollout.values:
+            found = {name: self._values.compute(made, of) for name, of in wanted.items()}
+            if not several:
+                every = zip(*found.values(), strict=True) if found else [()] * len(made)
+                return [{**one, **dict(zip(found, own, strict=True))} for one, own in zip(made, every, strict=True)]
+            rollout.values = self._values.gather(made, numbers, found)
+            self._files.write(first, rollout)
+        return [{**one, **rollout.stored(own, one)} for one, own in zip(made, numbers, strict=True)]
 
     def after_step(self, step: int) -> None:
         assert self._forwards is not None
-        event = self._policy_loss.sums.event(step, self._forwards)
-        if event is not None:
+        if (event := self.loss.sums.event(step, self._forwards)) is not None:
             self._forwards.record(event)
 
     # --- loss ---
 
     @cached_property
-    def _policy_loss(self) -> Any:
-        return PolicyLoss(self.settings)
-
-    @property
-    def loss(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def loss(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] an object with an attribute is a function
         """The loss function."""
-        return self._policy_loss
+        return PolicyLoss(self.settings)
 
     def flops_per_count(self) -> float | None:
         """Return None: the lengths of completions vary."""
@@ -377,14 +363,10 @@ class GrpoTask(DecoderTask):
         frozen = FrozenWork(own=own) if own else None
         if reference == "second":
             shape = found.shape
-            if self._teacher is not None:
-                shape = describe_folder(self._teacher.folder, lambda _: self._teacher_shapes()).shape
+            if (teacher := self._teacher) is not None:
+                shape = describe_folder(teacher.folder, lambda _: teacher.shapes()).shape
             frozen = FrozenWork(own=own, shape=shape, other=1)
         return replace(found, sample_unit=self.sample_unit, frozen=frozen)
-
-    def _teacher_shapes(self) -> nn.Module:
-        assert self._teacher is not None
-        return self._teacher.shapes()
 
     def data_lines(self) -> Sequence[str]:
         return self.tables.summary
@@ -401,11 +383,9 @@ class GrpoTask(DecoderTask):
         """Return the prompt at a position in training order."""
         batch = self.config.train.global_batch
         number = place % batch // self.settings.completions
-        prompt = self._order.prompts(place // batch)[number]
-        return [
-            f"prompt of {len(prompt.ids)} tokens",
-            *self.data.tokenizer.decode(prompt.ids, specials=True).split("\n"),
-        ]
+        prompt = self.batches(Share(batch)).prompts(place // batch)[number]
+        text = decoded(self.data.tokenizer, prompt.ids, specials=True)
+        return [f"prompt of {len(prompt.ids)} tokens", *text.split("\n")]
 
     def show(self, folder: RunFolder, step: int) -> str:
         return ""
