@@ -155,10 +155,12 @@ def test_a_killed_run_of_two_ranks_equals_an_undisturbed_one(folder, updates):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
-    ["dp_shard=2 zero=3 accumulation=2", "tp=2", "dp_replicate=2", "dp_shard=2 zero=1", "pp=2 microbatches=2", "cp=2"],
-)
+    ["dp_shard=2 zero=3 accumulation=2", "tp=2", "dp_replicate=2", "dp_shard=2 zero=1", "pp=2 microbatches=2", "cp=2",
+     "dp_shard=2 ep=2 zero=3"],
+)  # fmt: skip
 def test_text_and_losses_are_equal_under_every_plan(folder, plan):
     more = ("train.steps=4", "grpo.beta=0.1", "grpo.method=rloo", "log.every=1", "train.global_batch=12")
+    more += ("model.num_experts=4", "model.balance=none") if "ep=" in plan else ()
     one = train("one", "plan=dp_replicate=1 precision=fp64", *more)
     two = train("two", f"plan={plan} precision=fp64", *more)
     for name in sorted(path.name for path in one.path.glob("samples/*")):
