@@ -16,6 +16,7 @@ from tests.train import conftest as train_fixtures
 from tests.train.test_kill import family, kill_all, wait_for_step
 from weft import env
 from weft.config.files import load_config
+from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.errors import ActionAsked, ConfigError, DataError
 from weft.monitor.events import read_events
 from weft.train.folder import RunFolder
@@ -223,3 +224,71 @@ def test_settings_of_another_task_are_refused(folder):
     with pytest.raises(ConfigError, match=r"^grpo: the text decoder does not read this section\. Set task\.name=grpo"):
         prepare_run(load_config(None, [*MODEL, "grpo.completions=4", "run.dir=runs"]).config, world_size=1)
     assert os.listdir(folder)
+
+
+# A model that learns: examples/grpo, and a teacher.
+
+ROOT = Path(__file__).parents[2]
+LETTERS = ROOT / "examples" / "grpo" / "letters.toml"
+
+
+def example(config: Path, folder: Path, name: str, *more: str) -> list[float]:
+    """Train with a config from the repository's root, and return the mean reward of each step."""
+    command = [sys.executable, "-m", "weft", "train", str(config), f"run.dir={folder}", f"run.name={name}",
+               "launch.device=cpu", *more]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=env.child_env(OMP_NUM_THREADS="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = [event["figures"] for event in read_events(folder / name / "events.jsonl") if event["event"] == "figures"]
+    assert max(each.get("rl.mismatch", 0.0) for each in figures) < 1e-5
+    return [each["rl.reward{share_of_letter}"] for each in figures if "rl.reward{share_of_letter}" in each]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_replicate=1", "tp=2"])
+def test_a_model_learns_to_write_letters(tmp_path, plan):
+    rewards = example(LETTERS, tmp_path, "letters", f"plan={plan}", "train.steps=120")
+    assert sum(rewards[:5]) / 5 < 0.02
+    assert sum(rewards[-5:]) / 5 > 0.9
+
+
+@pytest.mark.full
+def test_an_adapter_learns_under_zero3(tmp_path):
+    example(LETTERS, tmp_path, "base", "plan=dp_replicate=1", "train.steps=60")
+    done = subprocess.run([sys.executable, "-m", "weft", "export", str(tmp_path / "base"), str(tmp_path / "hf")],
+                          env=env.child_env(), capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    toml = LETTERS.read_text()
+    start, end = toml.index("[model]"), toml.index("[[data.train]]")
+    (tmp_path / "adapter.toml").write_text(
+        f'{toml[:start]}[model]\npath = "{tmp_path / "hf"}"\n[adapter]\nrank = 16\n{toml[end:]}'
+    )
+    more = ("plan=dp_shard=2 zero=3", "optimizer.lr=1e-2", "train.steps=150")
+    rewards = example(tmp_path / "adapter.toml", tmp_path, "adapter", *more)
+    assert sum(rewards[-10:]) > sum(rewards[:10]) + 1.0
+
+
+def folder_model(folder: Path, seed: int, layers: int) -> None:
+    """Write a tiny Llama with a byte tokenizer, whose embedding has more rows than the tokenizer entries."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(folder)
+    save_bytes_tokenizer(folder / "bytes")
+    (folder / "tokenizer.json").write_text(Tokenizer.load(folder / "bytes").library_json())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("base", ["stored", "nf4"])
+def test_an_adapter_follows_a_teacher(folder, base):
+    folder_model(folder / "student", 0, 2)
+    folder_model(folder / "teacher", 1, 1)
+    settings = [one for one in SETTINGS if not one.startswith(("model.", "tokenizer.", "grpo.reward"))]
+    more = ["model.path=student", "grpo.method=distill", "grpo.teacher=teacher", "adapter.rank=8", "train.steps=60",
+            f"adapter.base={base}", "grpo.updates_per_rollout=2", "run.name=taught", "train.global_batch=16"]  # fmt: skip
+    found = prepare_run(load_config(None, [*settings, *more]).config, world_size=1)
+    run_rank(found.path, None, io.StringIO())
+    figures = [event["figures"] for event in read_events(found.events) if event["event"] == "figures"]
+    divergences = [each["rl.kl"] for each in figures if "rl.kl" in each]
+    assert sum(divergences[-10:]) < 0.8 * sum(divergences[:10])
+    assert max(each["rl.mismatch"] for each in figures if "rl.mismatch" in each) < 1e-5

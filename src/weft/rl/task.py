@@ -79,6 +79,7 @@ class GrpoTask(DecoderTask):
     unit = sample_unit = "completions"
     metrics = ()
     sum_names = ()
+    has_documents = False
     sections = (*DecoderTask.sections, "grpo")
     identity = (*DecoderTask.identity, *_FIXED)
 
@@ -180,27 +181,24 @@ class GrpoTask(DecoderTask):
             key = "grpo.rollout" if source == self.settings.rollout else "grpo.reward"
             _function(key, source)
         self.network.prepare(folder, packs=False)
-        longest = hugging_face.longest_sequence(self.shapes())
-        if longest is not None and self.config.train.seq_len > longest:
-            rule = f"the model reads at most {longest} tokens. Use {longest} or less."
-            raise setting_error("train.seq_len", self.config.train.seq_len, rule)
-        tokenizer = self._prepared_tokenizer(report)
-        self.text.prepared = tokenizer
+        self.text.prepared = tokenizer = self.tokens(report)
         self.network.check_vocabulary(tokenizer.vocab_size)
         if self._teacher is not None:
             self._teacher.check(self.config.train.seq_len)
             self._teacher.check_tokenizer(tokenizer.tokenizer)
-        tables = self._read_tables(tokenizer, report)
-        begun = SplitTables.from_json(folder.text(_ROWS)) if (folder.path / _ROWS).is_file() else tables
-        if begun.digests != tables.digests:
+        if (folder.path / _ROWS).is_file() and SplitTables.from_json(folder.text(_ROWS)).digests != self.tables.digests:
             raise DataError(
                 f"data: the prompts are not those that the run in {str(folder.path)!r} was started with. Use "
                 f"{free_name(folder)} for a new run, or bring the old data back to resume."
             )
-        self._tables = tables
+
+    def tokens(self, report: Report | None) -> PreparedData:
+        """Fill the caches of this machine, and return data without documents, which has only the tokenizer."""
+        tokenizer = self._prepared_tokenizer(report)
+        self._tables = self._read_tables(tokenizer, report)
+        return tokenizer
 
     def _prepared_tokenizer(self, report: Report | None) -> PreparedData:
-        """Return data without documents, which has only the tokenizer."""
         config = self.text.with_tokenizer(self.network.tokenizer_folder, self.network.new_tokens)
         cache = cache_folder(config.data)
         cache.mkdir(parents=True, exist_ok=True)
@@ -219,8 +217,7 @@ class GrpoTask(DecoderTask):
         return replace(tables, summary=tuple(line for line in tables.summary if not line.startswith("evaluation")))
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        assert self._tables is not None
-        tables = replace(self._tables, summary=(*self._tables.summary, *notes))
+        tables = replace(self.tables, summary=(*self.tables.summary, *notes))
         return {**super().keep(folder, notes), _ROWS: tables.to_json()}
 
     def open(self, folder: RunFolder) -> None:

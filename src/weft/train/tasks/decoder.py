@@ -62,6 +62,8 @@ class DecoderTask(ModelTask):
 
     #: True if the task trains on preference data.
     learns_preferences = False
+    #: False if it does not train on documents of its data.
+    has_documents = True
     #: Plan fields that the task limits.
     plan_limits: ClassVar[Mapping[str, Limit]] = {}
 
