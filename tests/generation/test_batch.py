@@ -23,7 +23,8 @@ LENGTHS = (3, 11, 7, 7, 1, 19, 5)
 GREEDY = Sampling(max_tokens=9, temperature=0)
 SAMPLED = Sampling(max_tokens=9, temperature=1.3, top_k=20, top_p=0.9, seed=5)
 FAMILIES = ("llama", "gpt2", "gemma2", "gemma3_text", "qwen3_moe", "mamba2", "falcon_h1", "bloom", "opt", "jamba")
-MORE = ("mistral", "qwen3_next", "mixtral", "deepseek_v3", "gpt_oss", "lfm2", "mpt", "olmo3", "bamba", "mamba", "falcon",
+MORE = ("mistral", "qwen3_next", "mixtral", "deepseek_v3", "gpt_oss", "lfm2", "mpt", "olmo3", "bamba", "mamba",
+        "falcon",
         "gptj", "granitemoehybrid", "gemma3n_text", "kimi_linear", "glm4_moe")  # fmt: skip
 SHAPES = {
     "llama": DecoderSpec(family="llama", vocab_size=61, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48,
@@ -86,7 +87,8 @@ def expect_plain(model: Any, sampling: Sampling, rows: int = 3, tolerance: float
             requests, generate_batch(model, requests, sampling, Limits(VOCAB, rows=rows)), strict=True
         ):
             ids, log_probs = plain(model, request, sampling)
-            assert found.ids == ids and found.reason == "length"
+            assert found.ids == ids
+            assert found.reason == "length"
             assert found.log_probs == pytest.approx(log_probs, abs=tolerance)
 
 
@@ -140,7 +142,8 @@ def test_texts_end_at_stop_ids_at_ends_and_at_the_context():
     )
     for found, free in zip(ended, whole, strict=True):
         end = free.ids.index(stop) + 1 if stop in free.ids else None
-        assert found.ids == free.ids[:end] and found.reason == ("stop" if end else "length")
+        assert found.ids == free.ids[:end]
+        assert found.reason == ("stop" if end else "length")
     two = generate_batch(model, requests, long, Limits(VOCAB, 30), ends=lambda ids: len(ids) == 2)
     assert all(one.ids == free.ids[:2] and one.reason == "stop" for one, free in zip(two, whole, strict=True))
 
@@ -216,6 +219,8 @@ def test_sampled_ids_have_the_models_probabilities():
 
 def test_random_numbers_depend_on_each_argument():
     numbers = {uniform(seed, key, position) for seed in range(5) for key in range(50) for position in range(50)}
-    assert len(numbers) == 5 * 50 * 50 and 0 <= min(numbers) and max(numbers) < 1
+    assert len(numbers) == 5 * 50 * 50
+    assert min(numbers) >= 0
+    assert max(numbers) < 1
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.01
     assert uniform(1, 2, 3) == uniform(1, 2, 3) != uniform(1, 3, 2)

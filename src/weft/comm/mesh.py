@@ -192,7 +192,7 @@ class Mesh:
     def replica(self) -> Mesh:
         """The mesh of this rank's replica if the plan's replicas use local SGD, else this mesh."""
         if self._replica is None:
-            self._replica = self if self.plan.sync == "step" else ReplicaMesh(self)
+            self._replica = self if self.plan.sync == "step" else SubMesh(self, "dp_replicate")
         return self._replica
 
     def built_axes(self) -> list[Axis]:
@@ -247,34 +247,38 @@ class Mesh:
         return join_group(ranks)
 
 
-class ReplicaMesh(Mesh):
-    """One replica as a separate world: its `dp_replicate` has one rank, and its `world` contains the replica's ranks.
+class SubMesh(Mesh):
+    """The ranks with one index on an axis as a separate world: that axis has one rank, and `world` has only them.
 
     Ranks keep their global numbers. Axes, groups, links and the heartbeat are shared with the full mesh.
+
+    Args:
+        whole: the full mesh.
+        axis: dp_replicate (the result is one replica) or pp (the ranks of one stage).
     """
 
-    def __init__(self, whole: Mesh):
-        self.plan = whole.plan.replace(dp_replicate=1, compress="none")
+    def __init__(self, whole: Mesh, axis: str):
+        self.plan = whole.plan.replace(**{axis: 1}, compress="none")
         self.rank, self.device, self.pulse = whole.rank, whole.device, whole.pulse
         self.world_size = self.plan.world_size
         self.whole, self._replica, self.reader = whole, self, whole.reader
+        self._left_out = axis
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """Return the axis of that name, or the joined axis of several names, within this replica."""
-        return self.whole[_in_replica(names)]
+        """Return the axis of that name, or the joined axis of several names, among these ranks."""
+        return self.whole[self._kept(names)]
 
     def built_axes(self) -> list[Axis]:
         """Return the axes that the full mesh has built until now."""
         return self.whole.built_axes()
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the global ranks of this replica that differ from this one only along those axes."""
-        return self.whole.ranks_over(_in_replica(names))
+        """Return the global ranks among these that differ from this one only along those axes."""
+        return self.whole.ranks_over(self._kept(names))
 
-
-def _in_replica(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    several = (names,) if isinstance(names, str) else names
-    return tuple(name for name in several if name.partition("/")[0] != "dp_replicate")
+    def _kept(self, names: str | tuple[str, ...]) -> tuple[str, ...]:
+        several = (names,) if isinstance(names, str) else names
+        return tuple(name for name in several if name.partition("/")[0] != self._left_out)
 
 
 def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGroup:

@@ -51,6 +51,7 @@ class RowCache:
     def advanced(self) -> None:
         """Note that one token was added to each row."""
         self.num_columns += 1
+        self._tell()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order, and drop columns that none of them uses."""
@@ -82,9 +83,14 @@ class RowCache:
         return (columns >= torch.tensor(self.starts, device=device)[:, None]).long()
 
     def _tell(self) -> None:
-        """Give a Weft cache the first column of each row; transformers reads the mask."""
+        """Tell the cache what its layers do not know: first columns, and lengths of blocks on other pipeline ranks."""
         if isinstance(self.cache, Cache):
             self.cache.starts_B = torch.tensor(self.starts) if any(self.starts) else None
+        for layer in self.cache.layers:
+            if isinstance(layer, LayerCache):
+                layer.num_elsewhere = self.num_columns
+            elif hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = self.num_columns
 
 
 def _transformers_cache(model: nn.Module) -> Any:
@@ -140,8 +146,6 @@ def _keep(layer: Any, rows: Sequence[int], unused: int) -> None:
     if getattr(layer, "keys", None) is not None:
         index = torch.tensor(rows, device=layer.keys.device)
         layer.keys, layer.values = (_without_left(layer, x, unused)[index] for x in (layer.keys, layer.values))
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length -= unused
     for states in (getattr(layer, name, {}) for name in _STATES):
         for key, state in states.items():
             if state is not None:
@@ -159,8 +163,7 @@ def _pad(layer: Any, added: int) -> None:
     if getattr(layer, "keys", None) is None:
         return
     if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length += added
-        added = min(layer.cumulative_length, layer.sliding_window - 1) - layer.keys.shape[2]
+        added = min(layer.cumulative_length + added, layer.sliding_window - 1) - layer.keys.shape[2]
     layer.keys, layer.values = (F.pad(x, (0, 0, added, 0)) for x in (layer.keys, layer.values))
 
 

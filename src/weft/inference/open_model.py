@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from weft.checkpoint.load import Checkpoint, load_checkpoint
-from weft.comm.mesh import Mesh, build_mesh
+from weft.comm.mesh import Mesh, SubMesh, build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import Layout
 from weft.config.plan import Plan
@@ -18,6 +18,7 @@ from weft.config.rules.plan_rules import check_plan
 from weft.config.rules.rule import Facts
 from weft.data.text.tokenizer import Tokenizer, import_tokenizer
 from weft.errors import CheckpointError
+from weft.generation.stages import keep_stage
 from weft.hub import local_folder
 from weft.inference.ranks import inference_plan
 from weft.models.adapters import adapted, merge_adapter
@@ -197,6 +198,9 @@ def _lay_out(
         choose_experts("eager")  # torch's grouped products lack float64
     if adapted(model) is None:  # no masters and gradients for weights that do not change
         model.requires_grad_(False)
+    if mesh.plan.pp > 1:
+        keep_stage(model, mesh)
+        mesh = SubMesh(mesh, "pp")
     parallelize(model, mesh, layout=layout, seed=seed, filled_later=weights is not None or seed is not None)
     if weights is not None:
         load_base(model, weights)

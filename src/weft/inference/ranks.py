@@ -46,15 +46,11 @@ def inference_plan(plan: Plan, dtype: str | None = None) -> tuple[Plan, list[str
         dtype: precision of weights and forward, such as "bf16"; None for the plan's.
 
     Raises:
-        PlanError: for pp and cp above 1, for an unknown dtype, and for a plan that breaks a rule.
+        PlanError: for cp above 1, for an unknown dtype, and for a plan that breaks a rule.
     """
-    refused = [
-        Problem.of(axis, getattr(plan, axis), f"inference does not {what} yet. Use {axis}=1, and tp or zero=3.")
-        for axis, what in (("pp", "divide blocks over ranks"), ("cp", "divide a text over ranks"))
-        if getattr(plan, axis) > 1
-    ]
-    if refused:
-        raise PlanError(refused)
+    if plan.cp > 1:
+        rule = "inference does not divide a text over ranks yet. Use cp=1, and tp, pp or zero=3."
+        raise PlanError([Problem.of("cp", plan.cp, rule)])
     default = Plan()
     wanted: dict[str, Any] = {name: getattr(default, name) for name in (*_OF_TRAINING, *_NOT_USED)}
     if plan.offload:

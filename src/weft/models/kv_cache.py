@@ -16,22 +16,24 @@ class LayerCache:
 
     Attributes:
         keys, values: of the tokens so far, (B, K, S, C), or None before the first. Assign others to replace them.
+        num_elsewhere: number of tokens of a layer that another rank computes, and whose keys are therefore not here.
     """
 
     def __init__(self, num_expected: int = 0):
         self._num_expected = num_expected
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.num_elsewhere = 0
         self._memory: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the cache."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        return self.num_elsewhere if self.keys is None else self.keys.shape[2]
 
     def append(self, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens and return all keys and values so far, each (B, K, S, C)."""
-        start = self.num_tokens
+        start = 0 if self.keys is None else self.keys.shape[2]
         end = start + k_BKTC.shape[2]
         memory = self._memory
         is_own = memory is not None and self.keys is not None and self.keys.data_ptr() == memory[0].data_ptr()

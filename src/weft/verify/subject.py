@@ -420,6 +420,11 @@ class BuiltCase(SampleCase):
             return self._loss_fn(output, batch)
         output = _first_tensor(output)
         labels = batch.get("labels") if isinstance(batch, dict) else None
+        if self.kind == "hf" and labels is not None and len(output) % len(labels):
+            raise ModelError(
+                f"model of type {self.source}: its output has {len(output)} rows for {len(labels)} samples, so a loss "
+                "of each sample is unknown. Return (model, loader, loss) from package.module:function."
+            )
         if labels is None or labels.is_floating_point():
             target = 0.5 if labels is None else labels
             return (output - target).square().sum(), len(output)

@@ -22,6 +22,7 @@ from weft.checkpoint.save import SavedSlice, save_slices
 from weft.comm.mesh import Mesh
 from weft.comm.store import StoreChannel
 from weft.errors import CheckpointError, ModelError, WeftWarning
+from weft.generation.requests import Completion, Request, Sampling
 from weft.memory.offload import HostCopies
 from weft.models.adapters import adapted
 from weft.parallel.dropout.by_position import drops_of
@@ -34,6 +35,7 @@ from weft.train.model_state import adapter_state, copied, resume, state_slices, 
 from weft.train.script.script_export import Ema, export_adapter, export_pretrained, full_tensors, moving_average
 from weft.train.state_io import on_each, rank_group
 from weft.train.step.evaluation import mean_loss
+from weft.train.step.generating import complete
 from weft.train.step.train_step import TrainStep
 
 
@@ -312,6 +314,38 @@ class ScriptState:
         float32 under bf16 and fp16. With local SGD, they are the weights of the last outer step. All ranks call it.
         """
         return full_tensors(self.mesh, _own(self.mesh, model), everywhere=everywhere)
+
+    def generate(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 200,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_ids: Iterable[int] = (),
+        rows: int = 32,
+    ) -> list[Completion]:
+        """Continue prompts with the current weights, on the ranks that train. Training continues with the same numbers.
+
+        The texts depend on weights, prompts and these settings, not on the plan. All ranks call it with the same
+        arguments, and get all completions, in the order of the prompts.
+
+        Args:
+            model: the result of `parallelize`: a causal language model of transformers or a Weft decoder.
+            prompts: token ids of each prompt. The random numbers of a text depend on its index here.
+            max_tokens, temperature, top_k, top_p, seed, stop_ids: see `weft.generation.requests.Sampling`.
+            rows: number of texts that a rank generates at once.
+
+        Raises:
+            ConfigError: if a setting is out of range.
+            ModelError: if the model cannot generate in batches, or belongs to another run.
+        """
+        sampling = Sampling(max_tokens, temperature, top_k, top_p, seed, frozenset(stop_ids))
+        requests = [Request(index, tuple(prompt)) for index, prompt in enumerate(prompts)]
+        return complete(_own(self.mesh, model), self.mesh, requests, sampling, rows)
 
     def save_pretrained(
         self, model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any

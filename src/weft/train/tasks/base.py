@@ -321,7 +321,7 @@ class Task:
         return batches
 
     def after_step(self, step: int) -> None:
-        """Finish a step, on all ranks. step: steps done.
+        """Note that a step is done, on all ranks. step: steps done.
 
         Override it to report values that the loss has computed. Reading them waits for the device.
         """

@@ -24,6 +24,11 @@ from weft.units import format_bytes
 _SHARE = 0.7
 
 
+def can_copy(model: nn.Module, mesh: Mesh) -> bool:
+    """Return True if each rank has memory for a whole copy of the weights. All ranks call it."""
+    return _shortest(_plain_model(model), mesh) is None
+
+
 @contextmanager
 def whole_copy(model: nn.Module, mesh: Mesh) -> Iterator[nn.Module]:
     """Give each rank a plain model with the current weights, in evaluation mode, until the context ends.
@@ -38,22 +43,27 @@ def whole_copy(model: nn.Module, mesh: Mesh) -> Iterator[nn.Module]:
         ModelError: on all ranks if the model is of another kind, or a rank has too little memory.
     """
     plain = _plain_model(model)
-    dtype = Precision.of(mesh.plan).compute
-    expected = sum(param.numel() for param in plain.parameters()) * dtype.itemsize
-    _expect_room(expected, mesh)
+    if (short := _shortest(plain, mesh)) is not None:
+        raise ModelError(
+            f"generation with a whole copy of the weights: each rank needs {format_bytes(_bytes(plain, mesh))}, and "
+            f"one has {format_bytes(short)} free. Use a plan without pp and cp, whose ranks generate with sharded "
+            "weights."
+        )
     whole = full_tensors(mesh, model, everywhere=True)
     if adapted(model) is not None:
         whole = merged_tensors(model, whole)
-    wanted = plain.state_dict(keep_vars=True)
-    found = {name: tensor for name, tensor in whole.items() if name in wanted}
+    wanted, dtype = plain.state_dict(keep_vars=True), Precision.of(mesh.plan).compute
+    found = {name: whole.pop(name) for name in list(whole) if name in wanted}
     for name, tensor in found.items():
-        is_weight = isinstance(wanted[name], nn.Parameter)
-        found[name] = tensor.to(mesh.device, dtype if is_weight and tensor.is_floating_point() else tensor.dtype)
+        is_weight = isinstance(wanted[name], nn.Parameter) and tensor.is_floating_point()
+        found[name] = tensor.to(mesh.device, dtype if is_weight else tensor.dtype)
     plain.load_state_dict(found, strict=False, assign=True)
-    missing = [name for name, param in plain.named_parameters() if param.is_meta]
-    if missing:
-        raise ModelError(f"parameter {missing[0]!r}: the sharded model has no such weight. Use a plan without pp.")
-    _tie(plain)
+    tie: Any = getattr(plain, "tie_weights", None) or getattr(plain, "tie", None)
+    if tie is not None:
+        tie()
+    missing = next((name for name, param in plain.named_parameters() if param.is_meta), None)
+    if missing is not None:
+        raise ModelError(f"parameter {missing!r}: the sharded model has no such weight. Generate with another plan.")
     yield plain.to(mesh.device).requires_grad_(False).eval()
 
 
@@ -71,24 +81,17 @@ def _plain_model(model: nn.Module) -> nn.Module:
         return hugging_face.causal_model(config)
 
 
-def _tie(plain: nn.Module) -> None:
-    tie: Any = getattr(plain, "tie_weights", None) or getattr(plain, "tie", None)
-    if tie is not None:
-        tie()
+def _bytes(plain: nn.Module, mesh: Mesh) -> int:
+    return sum(param.numel() for param in plain.parameters()) * Precision.of(mesh.plan).compute.itemsize
 
 
-def _expect_room(expected: int, mesh: Mesh) -> None:
-    """Raise ModelError on all ranks if a copy does not fit into the memory of one of them."""
+def _shortest(plain: nn.Module, mesh: Mesh) -> int | None:
+    """Return the free bytes of the rank with the least if they are too few for a copy, else None. Collective."""
     if mesh.device.type == "cuda":
         free, sharing = torch.cuda.mem_get_info(mesh.device)[0], 1
     else:
         import psutil
 
         free, sharing = psutil.virtual_memory().available, mesh.world_size
-    short = torch.tensor([int(expected * sharing > free * _SHARE)], device=mesh.device)
-    if all_reduce(short, mesh.world, "max")[0]:
-        raise ModelError(
-            f"generation with a whole copy of the weights: each rank needs {format_bytes(expected)}, and rank "
-            f"{mesh.rank} has {format_bytes(free // sharing)} free. Use a plan without pp and cp, whose ranks generate "
-            "with sharded weights."
-        )
+    least = int(all_reduce(torch.tensor([free // sharing], device=mesh.device), mesh.world, "min")[0])
+    return least if _bytes(plain, mesh) > least * _SHARE else None

@@ -1,0 +1,81 @@
+"""Texts of a model in training, from its current weights and on the ranks that train it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from torch import nn
+
+from weft.comm.mesh import Mesh
+from weft.errors import ModelError
+from weft.generation.batch import Limits, generate_batch
+from weft.generation.ranks import MeshRanks
+from weft.generation.requests import Completion, Request, Sampling
+from weft.models.decoder import Decoder
+from weft.models.inspect import hugging_face
+from weft.parallel.state.gradients import data_parallel
+from weft.train.state_io import gather
+from weft.train.weights.whole_copy import can_copy, whole_copy
+
+
+def complete(
+    model: nn.Module, mesh: Mesh, requests: Sequence[Request], sampling: Sampling, rows: int = 32
+) -> list[Completion]:
+    """Continue prompts with the model's current weights, and return all completions on all ranks.
+
+    Under pp, cp and zero=3, each rank generates a part with a whole copy of the weights, which is gathered once. If the
+    copy does not fit under zero=3, and under all other plans, each data rank generates a part with the sharded model.
+    Training continues with the same numbers. All ranks call it with the same requests.
+
+    Args:
+        model: a Decoder or a causal language model of transformers, parallelized.
+        mesh: its mesh.
+        requests: keys must differ.
+        sampling: how tokens are sampled.
+        rows: number of texts that a rank generates at once.
+
+    Raises:
+        ModelError: if the model cannot generate in batches, or a copy is needed and does not fit.
+    """
+    plan = mesh.plan
+    data_parallel(model).wait_for_weights()
+    must_copy = plan.pp > 1 or plan.cp > 1
+    limits = limits_of(model, rows)
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        if must_copy or (plan.zero == 3 and can_copy(model, mesh)):
+            with whole_copy(model, mesh) as plain:
+                found = generate_batch(plain, requests[mesh.rank :: mesh.world_size], sampling, limits)
+        else:
+            own, together = requests[mesh.data.rank :: mesh.data.size], MeshRanks(mesh)
+            found = generate_batch(model, own, sampling, limits, together=together)
+    finally:
+        for module, was in training.items():
+            module.training = was
+    told = json.dumps([[one.key, one.ids, one.log_probs, one.reason, one.error] for one in found])
+    every = {
+        key: Completion(key, tuple(ids), tuple(log_probs), reason, error)
+        for record in gather(mesh, told.encode())
+        for key, ids, log_probs, reason, error in json.loads(record)
+    }
+    return [every[request.key] for request in requests]
+
+
+def limits_of(model: nn.Module, rows: int) -> Limits:
+    """Return the bounds of a model's config.
+
+    Raises:
+        ModelError: for a model without a config of a vocabulary.
+    """
+    if isinstance(model, Decoder):
+        return Limits(model.spec.vocab_size, model.spec.max_seq_len, rows)
+    config = getattr(model, "config", None)
+    size = hugging_face.vocab_size(config) if config is not None else None
+    if size is None:
+        raise ModelError(
+            f"generation with {type(model).__name__}: its config has no vocabulary. Only decoders of Weft and causal "
+            "language models of transformers can generate."
+        )
+    return Limits(size, hugging_face.longest_text(model) or 2**40, rows)
