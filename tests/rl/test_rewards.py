@@ -111,11 +111,11 @@ def test_completions_without_a_reward_are_named(functions):
 
 
 def test_a_function_that_hangs_is_killed_with_its_children(functions):
-    both = functions("hangs", "length", limit_s=4.0)
+    both = functions("hangs", "length", limit_s=3.0)
     began = time.monotonic()
     found, other = both.call(VALUES)
     assert time.monotonic() - began < 10
-    assert found.error == "it took more than 4 s and was killed"
+    assert found.error == "it took more than 3 s and was killed"
     assert other.error == ""
     group = int(Path("pid.txt").read_text())
     for _ in range(50):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -74,10 +74,11 @@ def decoded(tokenizer: Tokenizer, ids: Iterable[int], *, specials: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """A prompt: its token ids, and the values of its record by column."""
+    """A prompt: its token ids, and the values of its record by column. encode: returns the token ids of a text."""
 
     ids: tuple[int, ...]
     record: Mapping[str, Any]
+    encode: Callable[[str], list[int]] = field(default=lambda text: [], repr=False, compare=False)
 
 
 class PromptBatches:

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.data.text.tokenizer import Tokenizer
@@ -39,11 +39,6 @@ class Sampled:
     trained: tuple[bool, ...]
     log_probs: tuple[float, ...]
     reason: str
-
-    @classmethod
-    def of(cls, prompt_ids: Sequence[int], one: Completion) -> Sampled:
-        """Return a completion of one turn."""
-        return cls(tuple(prompt_ids), one.ids, (True,) * len(one.ids), one.log_probs, one.reason)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Sampled:
@@ -112,7 +107,10 @@ def sample_prompts(sampler: Sampler, prompts: Sequence[PromptRecord], number: in
         for index in range(number)
     ]
     found = sampler.complete(requests)
-    return [Sampled.of(request.prompt_ids, one) for request, one in zip(requests, found, strict=True)]
+    return [
+        Sampled(request.prompt_ids, one.ids, (True,) * len(one.ids), one.log_probs, one.reason)
+        for request, one in zip(requests, found, strict=True)
+    ]
 
 
 # Several turns: a user's function on the first rank, one thread for each completion.
@@ -136,19 +134,10 @@ class SampledTurn:
     log_probs: tuple[float, ...] = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutPrompt:
-    """The prompt of a user's rollout function. encode: returns the token ids of a text."""
-
-    ids: tuple[int, ...]
-    record: Mapping[str, Any]
-    encode: Callable[[str], list[int]] = field(repr=False)
-
-
 class _Dialogue(threading.Thread):
     """Runs the user's function for one completion. `asked` has the prompt of the sample that it waits for."""
 
-    def __init__(self, function: Callable[..., Any], prompt: RolloutPrompt, changed: threading.Condition):
+    def __init__(self, function: Callable[..., Any], prompt: PromptRecord, changed: threading.Condition):
         super().__init__(name="weft-rollout", daemon=True)
         self._function, self.prompt, self._changed = function, prompt, changed
         self.asked: tuple[int, ...] | None = None
@@ -243,7 +232,7 @@ class Dialogues:
             return self._tokenizer.encode_batch([text])[0].tolist()
 
         assert self._function is not None
-        every = [RolloutPrompt(prompt.ids, prompt.record, encode) for prompt in prompts for _ in range(number)]
+        every = [replace(prompt, encode=encode) for prompt in prompts for _ in range(number)]
         self._threads = [_Dialogue(self._function, prompt, self._changed) for prompt in every]
         for thread in self._threads:
             thread.start()

@@ -37,7 +37,6 @@ class Rollout:
     Attributes:
         samples: the completions.
         rewards: rewards of all completions by function; nan without one.
-        errors: the first error of each function, or "".
         advantages: advantage of each completion.
         weights: weight of each completion's tokens.
         values: log probabilities of trained tokens by name ("old", "reference") and completion, if they are stored.
@@ -45,7 +44,6 @@ class Rollout:
 
     samples: list[Sampled]
     rewards: dict[str, list[float]]
-    errors: list[str]
     advantages: list[float]
     weights: list[float]
     values: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -106,13 +104,9 @@ def score(
         found = functions.call(arguments(tokenizer, grpo, prompts, samples))
         return [[[None if math.isnan(one) else one for one in each.values], each.error] for each in found]
 
-    told = forwards.on_first(call) if grpo.reward else []
-    rewards = {
-        name: [math.nan if one is None else one for one in values]
-        for name, (values, _) in zip(grpo.reward, told, strict=True)
-    }
-    errors = [error for _, error in told]
-    for source, error in zip(grpo.reward, errors, strict=True):
+    rewards = dict[str, list[float]]()
+    for source, (values, error) in zip(grpo.reward, forwards.on_first(call) if grpo.reward else [], strict=True):
+        rewards[source] = [math.nan if one is None else one for one in values]
         if error and grpo.reward_errors == "pause":
             raise StepRefused(
                 f"grpo.reward={source}: {error}. Correct the function, or set grpo.reward_errors=count to train on the "
@@ -123,7 +117,7 @@ def score(
         weights = grpo.reward_weights or (1.0,) * len(rewards)
         total = torch.tensor(list(rewards.values()), dtype=torch.float64).T @ torch.tensor(weights, dtype=torch.float64)
         advantages = group_advantages(total.view(-1, grpo.completions), grpo.method).flatten().tolist()
-    return Rollout(samples, rewards, errors, advantages, token_weights([sum(one.trained) for one in samples], grpo))
+    return Rollout(samples, rewards, advantages, token_weights([sum(one.trained) for one in samples], grpo))
 
 
 def arguments(
