@@ -26,9 +26,6 @@ from weft.train.state_io import gather
 from weft.train.tasks.decoder_loss import IGNORE
 from weft.train.tasks.description import Forwards, Which
 
-#: Row lengths are rounded up to a multiple of this, so that few different shapes occur.
-_UNIT = 32
-
 
 @dataclass
 class Rollout:
@@ -48,7 +45,7 @@ class Rollout:
     weights: list[float]
     values: dict[str, list[list[float]]] = field(default_factory=dict)
 
-    def rows(self, numbers: Sequence[int], pad_id: int, longest: int) -> dict[str, Any]:
+    def rows(self, numbers: Sequence[int], pad_id: int, unit: int, longest: int) -> dict[str, Any]:
         """Return a batch of completions.
 
         input_ids, labels and positions are int64 (R, T); advantages, sampled (log probabilities), weights_of_tokens and
@@ -57,10 +54,10 @@ class Rollout:
         Args:
             numbers: indices of the completions.
             pad_id: padding id.
-            longest: T is not rounded up beyond this.
+            unit, longest: T is rounded up to a multiple of `unit`, but not beyond `longest`.
         """
         lengths = [len(self.samples[number].prompt_ids) + len(self.samples[number].ids) - 1 for number in numbers]
-        width = max(*lengths, min(longest, -(-max(lengths) // _UNIT) * _UNIT))
+        width = max(*lengths, min(longest, -(-max(lengths) // unit) * unit))
         ids, labels = (torch.full((len(numbers), width), value) for value in (pad_id, IGNORE))
         advantages, sampled, weights, counts = torch.zeros(4, len(numbers), width, dtype=torch.float64)
         for row, number in enumerate(numbers):

@@ -6,6 +6,7 @@ completions of all ranks, so the loss is the same under every plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 _ROWS = "prompts.json"
 #: Settings that a resumed run cannot change.
 _FIXED = tuple(f"grpo.{name}" for name in GrpoSection.model_fields if name not in ("reward_timeout", "reward_errors"))
+#: Row lengths are rounded up to a multiple of this, so that few different shapes occur.
+_UNIT = 8
 #: Rollouts in memory: a step that went wrong is computed again from the same completions.
 _KEPT = 2
 
@@ -291,8 +294,9 @@ class GrpoTask(DecoderTask):
                     rollout = self._new_rollout(step)
             self._rollouts = {**dict(list(self._rollouts.items())[1 - _KEPT :]), first: rollout}
         numbers = [batch["numbers"].tolist() for batch in batches]
-        pad_id, longest = self.data.tokenizer.pad_id, self.config.train.seq_len
-        made = [{**rollout.rows(own, pad_id, longest), "index": index} for index, own in enumerate(numbers)]
+        # cp may divide a sequence into two chunks per rank.
+        sizes = self.data.tokenizer.pad_id, math.lcm(_UNIT, 2 * self._forwards.plan.cp), self.config.train.seq_len
+        made = [{**rollout.rows(own, *sizes), "index": index} for index, own in enumerate(numbers)]
         made = self._with_values(rollout, made, numbers, first)
         self.loss.sums.begin(step + 1)
         samples = [marked_samples(before) for before in batches]
