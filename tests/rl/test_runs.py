@@ -249,6 +249,8 @@ def example(config: Path, folder: Path, name: str, *more: str) -> list[float]:
 def test_a_model_learns_to_write_letters(tmp_path, plan):
     rewards = example(LETTERS, tmp_path, "letters", f"plan={plan}", "train.steps=120")
     assert sum(rewards[:5]) / 5 < 0.02
+    events = read_events(tmp_path / "letters" / "events.jsonl")
+    assert not [event for event in events if event["event"] in ("warning", "trace")]
     assert sum(rewards[-5:]) / 5 > 0.9
 
 

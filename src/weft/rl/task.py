@@ -82,7 +82,7 @@ class GrpoTask(DecoderTask):
     unit = sample_unit = "completions"
     metrics = ()
     sum_names = ()
-    has_documents = False
+    has_documents = has_loss_level = False
     sections = (*DecoderTask.sections, "grpo")
     identity = (*DecoderTask.identity, *_FIXED)
 

@@ -238,7 +238,7 @@ class _StepRecords:
             exposed=exposed,
             data_s=launched.data_s,
             own=own_seconds(times, launched.data_s),
-            usual_loss=self._spikes.observe(result.loss),
+            usual_loss=self._spikes.observe(result.loss) if self._task.has_loss_level else None,
         )
 
 

@@ -144,6 +144,8 @@ class Task:
     unit: ClassVar[str] = "samples"
     #: Unit of `train.global_batch`, in the plural.
     sample_unit: ClassVar[str] = "samples"
+    #: False if the loss has no level to compare with, as a policy loss. Its spikes are not reported then.
+    has_loss_level: ClassVar[bool] = True
     #: Metrics of evaluations in addition to the loss. `sums` and `measure` compute them.
     metrics: tuple[Metric, ...] = ()
     #: Names of the values that `sums` returns.
