@@ -230,7 +230,7 @@ class GrpoSection(Section):
     importance_cap: NonNegative = 0.0
     """Multiply the loss of a token by p(trainer) / p(sampler), at most this. 0: no correction."""
     teacher: str = ""
-    """For distill: Hugging Face folder of the teacher, with the model's tokenizer."""
+    """For distill: Hugging Face folder of the teacher, or its name on the hub. It has the model's tokenizer."""
     rollout: CodeName | None = Field(default=None, examples=["tools.py:rollout"])
     """Function rollout(prompt, sample) that returns the turns of one completion, for several turns and tools. By
     default one sample."""
