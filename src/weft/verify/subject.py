@@ -446,6 +446,9 @@ def find_subject(source: str, settings: Settings) -> Subject:
     if path.suffix == ".toml":
         config = resolved_config(load_config(path).config)
         download_all(config)
+        if config.task.name == "grpo":
+            rule = "its steps sample completions, and weft verify repeats steps on given data. Verify the model with"
+            raise ConfigError(f"task.name=grpo: {rule} the default task.")
         if config.task.name is not None or config.model.path:
             maker = f"the task {config.task.name}" if config.task.name else f"model.path={config.model.path}"
             _refuse_reduction(maker, settings)
