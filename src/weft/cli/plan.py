@@ -16,7 +16,7 @@ import typer
 from weft import env
 from weft.cli.console import print_line
 from weft.cli.plan_generation import Batch, GenerationOptions, New, Prompt, Purpose, plan_generation
-from weft.cli.plan_view import Findings, print_findings, print_fits, print_json, print_runs, write_files
+from weft.cli.plan_view import NOTHING_FITS, Findings, print_findings, print_fits, print_json, print_runs, write_files
 from weft.config.cluster import described_clusters
 from weft.config.model_spec import size_hides
 from weft.config.parsing import MODEL_CODE
@@ -181,9 +181,6 @@ def learn_from(run: Path, path: Path | None) -> None:
 
 # The command. It does not import torch.
 
-#: Exit code if no plan fits. It is also the exit code of a rank that runs out of memory.
-NOTHING_FITS = 4
-
 
 def plan(
     model: Model = None,
@@ -221,36 +218,36 @@ def plan(
     batch: Batch = None,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
-    if "numpy" not in sys.modules:  # starting BLAS threads, which stay idle, takes a third of the startup
-        env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
-    with _errors_as_json() if json else nullcontext(), _without_collections():
+    texts = GenerationOptions(purpose, prompt, new, batch)
+    data = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents, "refine_s": refine}
+    settings = {"fixed": fix, "built_only": built_only, "tier": tier, "profile": profile}
+    files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
+    others = {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
+    with _errors_as_json() if json else nullcontext(), _light_start():
         if learn is not None:
             learn_from(learn, profile)
             if model is None:
                 return
         model, cluster = _inputs(model, cluster, more, device)
-        data = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents, "refine_s": refine}
-        settings = {"fixed": fix, "built_only": built_only, "tier": tier, "profile": profile}
-        files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
-        texts = GenerationOptions(purpose, prompt, new, batch)
-        others = data | files | {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if}
-        is_generation = texts.is_asked(others)
+        is_generation = texts.is_asked(data | files | others)
         described = _described(model, save_model, caches=is_generation)
         if is_generation:
-            listed = {"top": top, "why_not": why_not, "reasons": reasons, "as_json": json}
-            if not plan_generation(texts, described, cluster, **listed, **settings):
-                raise typer.Exit(NOTHING_FITS)
+            plan_generation(texts, described, cluster, top=top, reasons=reasons, as_json=json, **settings)
             return
         if _answer_several_clusters(described, cluster, (tune, run, price), data | settings, as_json=json):
             return
         found = _find(_question(described, cluster, tune, data | settings), why_not, compare, what_if or [])
         write_files(found, price, **files)
-        if json:
-            print_json(found, top, price)
-        else:
-            print_findings(found, top=top, reasons=reasons, hour_price=price)
-        if found.answer.best is None and not found.only_judges:
-            raise typer.Exit(NOTHING_FITS)
+        _show(found, top, price, reasons=reasons, as_json=json)
+
+
+def _show(found: Findings, top: int, price: float | None, *, reasons: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(found, top, price)
+    else:
+        print_findings(found, top=top, reasons=reasons, hour_price=price)
+    if found.answer.best is None and not found.only_judges:
+        raise typer.Exit(NOTHING_FITS)
 
 
 def _question(model: Any, cluster: str, tune: str | None, settings: dict[str, Any]) -> Question:
@@ -272,11 +269,13 @@ def _inputs(model: Model, cluster: Cluster, more: More, device: Device) -> tuple
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable the garbage collector during a block.
+def _light_start() -> Iterator[None]:
+    """Save startup time, and disable the garbage collector during a block.
 
     A plan makes many objects without cycles, and each collection would scan all of them.
     """
+    if "numpy" not in sys.modules:  # starting BLAS threads, which stay idle, takes a third of the startup
+        env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     before = gc.isenabled()
     gc.disable()
     try:

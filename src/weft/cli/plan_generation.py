@@ -4,46 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from weft.cli.plan_view import assumed_words, console, print_reasons, table_of
-from weft.config.plan import Plan
+from weft.cli.plan_view import NOTHING_FITS, assumed_words, console, print_reasons, table_of
 from weft.errors import ConfigError
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, memory_bars, term_bars
-from weft.planner.report.tables import refused_table
-from weft.planner.search.generation import (
-    GenerationAnswer,
-    GenerationCandidate,
-    GenerationQuestion,
-    answer_generation,
-    generation_candidate,
-    rule_against,
-)
+from weft.planner.report.tables import question_table, refused_table
+from weft.planner.search.generation import GenerationAnswer, GenerationCandidate, GenerationQuestion, answer_generation
 from weft.units import format_bytes, format_count, format_seconds
 
 Purpose = Annotated[
     str | None,
-    typer.Option(
-        "--for",
-        metavar="generate|grpo",
-        help="Plan generation of texts, or steps of grpo with it, instead of training.",
-        show_default=False,
-    ),
+    typer.Option("--for", metavar="generate|grpo", help="Plan generation of texts, or steps of grpo.", show_default=""),
 ]
 Prompt = Annotated[int | None, typer.Option("--prompt", help="With --for: tokens of a prompt.", show_default="1000")]
 New = Annotated[int | None, typer.Option("--new", help="With --for: new tokens of a text.", show_default="250")]
 Batch = Annotated[
     str | None,
-    typer.Option(
-        "--batch",
-        metavar="N",
-        help="With --for: texts at once; for grpo PROMPTSxCOMPLETIONS.",
-        show_default="64 or 8x8",
-    ),
+    typer.Option("--batch", help="With --for: texts at once; for grpo PROMPTSxCOMPLETIONS.", show_default="64"),
 ]
 
 #: Display text of the terms of generation.
@@ -55,9 +36,9 @@ _WORDS = {
     "dp_exposed": "gathering weights",
     "agree": "agreement on tokens",
     "joins": "copies of growing caches",
+    "train": "training",
 }
-#: What users must know about each figure.
-_TRUST = "predicted by formulas; compared with few measurements of generation (docs/reference/inference_estimates.md)"
+_TRUST = "predicted by formulas; docs/reference/inference_estimates.md compares them with the few known measurements"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +55,25 @@ class GenerationOptions:
 
         others: options that plans for training alone have.
         """
-        if self.purpose is None:
-            named = {"prompt": self.prompt, "new": self.new, "batch": self.batch}
-            found = next((name for name, value in named.items() if value is not None), "")
-            if found:
-                raise ConfigError(f"--{found}: it belongs to plans for generation. Add --for generate or --for grpo.")
-            return False
-        found = next((name for name, value in others.items() if value), "")
-        if found:
-            name = found.replace("_", "-")
-            raise ConfigError(f"--{name}: it belongs to plans for training. Leave it out, or leave out --for.")
-        return True
+        own = {name: value for name, value in asdict(self).items() if name != "purpose"}
+        found = next((name for name, value in (own if self.purpose is None else others).items() if value), None)
+        if found is not None:
+            rule, remedy = "plans for training", "Leave it out, or leave out --for"
+            if self.purpose is None:
+                rule, remedy = "plans for generation", "Add --for generate or --for grpo"
+            raise ConfigError(f"--{found.replace('_', '-')}: it belongs to {rule}. {remedy}.")
+        return self.purpose is not None
 
 
 def plan_generation(
-    options: GenerationOptions, model: Any, cluster: str, *, top: int, why_not: str | None, reasons: bool,
-    as_json: bool, **settings: Any,
-) -> bool:  # fmt: skip
-    """Print the best plans for generation. Return True if a plan fits.
+    options: GenerationOptions, model: Any, cluster: str, *, top: int, reasons: bool, as_json: bool, **settings: Any
+) -> None:
+    """Print the best plans for generation. Exit with code 4 if none fits.
 
     Args:
         options: the texts.
         model, cluster: as in `Question.of`.
         top: number of plans to list.
-        why_not: a plan to judge, or None.
         reasons: True to list why plans were refused.
         as_json: True for JSON.
         **settings: other options of `GenerationQuestion.of`.
@@ -105,151 +81,97 @@ def plan_generation(
     Raises:
         ModelError, ConfigError, PlanError: for bad input.
     """
-    asked = GenerationQuestion.of(
-        options.purpose or "", model, cluster, prompt=options.prompt, new=options.new, batch=options.batch, **settings
-    )
-    found = answer_generation(asked)
-    verdict = None if why_not is None else judge(why_not, found)
+    words = {"prompt": options.prompt, "new": options.new, "batch": options.batch}
+    found = answer_generation(GenerationQuestion.of(options.purpose or "", model, cluster, **words, **settings))
     if as_json:
-        typer.echo(json.dumps(_answer_table(found, top) | ({} if verdict is None else {"why_not": verdict}), indent=2))
-        return found.best is not None or verdict is not None
-    _print(found, top)
-    if reasons:
-        print_reasons(console(), found.refused)
-    if verdict is not None:
-        console().print(f"\nplan    {why_not}\nwhy not {verdict}", markup=False, soft_wrap=True)
-    return found.best is not None or verdict is not None
-
-
-def judge(text: str, found: GenerationAnswer) -> str:
-    """Return why a plan was not chosen.
-
-    Raises:
-        PlanError: if the text is not a plan.
-        ConfigError: for grpo, whose plans are training plans.
-    """
-    asked, best = found.question, found.best
-    if asked.kind == "grpo":
-        raise ConfigError(
-            "--why-not: for grpo only the best training plans are compared. Leave out --for, or --why-not."
-        )
-    plan = Plan.parse(text, asked.asked.cluster.num_devices)
-    if broken := rule_against(asked, plan):
-        return broken[1]
-    one = generation_candidate(asked, plan)
-    if one.fits < asked.asked.fits:
-        return f"out of memory: {format_bytes(one.total_bytes)} of {format_bytes(one.usable_bytes)}."
-    if best is None or one.total_s <= best.total_s:
-        return "it is as fast as the best plan."
-    return f"{one.total_s / best.total_s:.2f}x the time of {best.plan}: {_lost_by(one, best)}."
-
-
-def _lost_by(one: GenerationCandidate, best: GenerationCandidate) -> str:
-    """Return the term that costs a plan the most time beyond the best plan's, as text."""
-    pairs = (dict(each.terms) | ({"train": each.step.step_s} if each.step else {}) for each in (best, one))
-    most = max(differences(*pairs), key=lambda row: row[2] - row[1], default=None)
-    if most is None or most[2] <= most[1]:
-        return ""
-    return f"{_WORDS.get(most[0], 'training' if most[0] == 'train' else most[0])} +{format_seconds(most[2] - most[1])}"
+        typer.echo(json.dumps(_answer_table(found, top), indent=2))
+    else:
+        _print(found, top)
+        if reasons:
+            print_reasons(console(), found.refused)
+    if not found.ranked:
+        raise typer.Exit(NOTHING_FITS)
 
 
 def _print(found: GenerationAnswer, top: int) -> None:
-    screen, asked = console(), found.question
-    job = asked.asked.job
+    screen, asked = console(), found.question.asked
     screen.print(
-        f"[bold]{asked.asked.model.name}[/], {format_count(job.shape.num_params)} parameters, on "
-        f"[bold]{asked.asked.cluster}[/]: {asked.work}{assumed_words(asked.asked)}"
+        f"[bold]{asked.model.name}[/], {format_count(asked.job.shape.num_params)} parameters, on "
+        f"[bold]{asked.cluster}[/]: {found.question.work}{assumed_words(asked)}"
     )
-    num_fit, refused = len(found.ranked), sum(each.count for each in found.refused)
-    screen.print(f"{found.num_plans:,} plans: {refused:,} refused, {num_fit:,} listed; all figures are predictions",
-                 style="dim")  # fmt: skip
-    best = found.best
-    if best is None:
-        screen.print(f"\n[bold red]No plan fits[/] {asked.asked.model.name} on {asked.asked.cluster}.")
-        for one in found.too_large[:1]:
-            screen.print(
-                f"The plan that needs the least memory: {one.plan}\n  {format_bytes(one.total_bytes)} on the fullest "
-                f"rank, of {format_bytes(one.usable_bytes)}. Use more devices, fewer texts or shorter ones.",
-                markup=False,
-            )
+    refused = sum(each.count for each in found.refused)
+    screen.print(f"{found.num_plans:,} plans: {refused:,} refused; all figures are predictions", style="dim")
+    if not found.ranked:
+        screen.print(f"\n[bold red]No plan fits[/] {asked.model.name} on {asked.cluster}.")
+        least = next(iter(found.too_large), None)
+        if least is None:
+            text = "Each plan breaks a rule, or does not fit for training (--reasons)."
+        else:
+            size, most = format_bytes(least.total_bytes), format_bytes(least.usable_bytes)
+            text = f"The smallest needs {size} of {most}: {least.plan}. Use more devices, or fewer or shorter texts."
+        screen.print(text, markup=False, soft_wrap=True)
         return
-    screen.print(_ranking(found, top))
-    screen.print()
-    screen.print("\n".join(_details(best)), markup=False, soft_wrap=True)
-
-
-def _ranking(found: GenerationAnswer, top: int) -> Table:
     is_grpo = found.question.kind == "grpo"
-    numbers = ["first token", "tokens/s", "a text", "prefill", "memory"]
-    table = table_of(("#",), [*(("step", "sampling") if is_grpo else ()), *numbers], "plan", "slower by")
+    numbers = [*(("step", "sampling") if is_grpo else ()), "first token", "tokens/s", "a text", "prefill", "memory"]
+    table = table_of(("#",), numbers, "plan", "slower by")
     for place, one in enumerate(found.ranked[:top], start=1):
         cells = [format_seconds(one.total_s), f"{one.generation_s / one.total_s:.0%}"] if is_grpo else []
-        cells += [format_seconds(one.first_s), format_count(one.tokens_per_s), f"{one.text_tokens_per_s:,.3g}/s"]
+        cells += [format_seconds(one.first_s), format_count(one.tokens_per_s), f"{1 / one.token_s:,.3g}/s"]
         cells += [f"{one.prefill:.0%}", format_bytes(one.total_bytes)]
-        table.add_row(str(place), *cells, _lost_by(one, found.ranked[0]), str(one.plan))
-    return table
+        table.add_row(str(place), *cells, _slower_by(one, found.ranked[0]), str(one.plan))
+    screen.print(table)
+    screen.print("\n" + "\n".join(_details(found.ranked[0], asked.cluster.num_devices)), markup=False, soft_wrap=True)
 
 
-def _details(one: GenerationCandidate) -> list[str]:
-    estimate, devices = one.estimate, one.question.asked.cluster.num_devices
-    copied = ", each rank with a whole copy of the weights" if one.is_copied else ""
+def _slower_by(one: GenerationCandidate, best: GenerationCandidate) -> str:
+    """Return the term that costs a plan the most time beyond the best plan's, as text."""
+    pair = ({**each.terms, "train": each.step.step_s if each.step else 0.0} for each in (best, one))
+    name, before, after = max(differences(*pair), key=lambda row: row[2] - row[1], default=("", 0.0, 0.0))
+    return f"{_WORDS.get(name, name)} +{format_seconds(after - before)}" if after > before else ""
+
+
+def _details(one: GenerationCandidate, devices: int) -> list[str]:
+    estimate = one.estimate
     waves = f", {estimate.waves} times" if estimate.waves > 1 else ""
+    copied = "; each rank with a whole copy of the weights" if one.is_copied else ""
+    option = f" (weft generate --rows {estimate.rows})" if one.step is None else ""
     lines = [
         f"plan    {one.plan}",
-        f"rows    {estimate.rows} texts at once on a data rank{waves}{copied}"
-        + (f" (weft generate --rows {estimate.rows})" if one.step is None else ""),
+        f"rows    {estimate.rows} texts at once on a data rank{waves}{copied}{option}",
         f"speed   {format_count(one.tokens_per_s)} tokens/s ({format_count(one.tokens_per_s / devices)} per device), "
-        f"{one.text_tokens_per_s:,.3g} tokens/s of one text, {fit_words(one.fits)}",
-        f"time    {format_seconds(one.generation_s)}: {one.prefill:.0%} until the first tokens, {1 - one.prefill:.0%} for "
-        "the others",
+        f"{1 / one.token_s:,.3g} tokens/s of one text; {fit_words(one.fits)}",
+        f"time    {format_seconds(one.generation_s)}: {one.prefill:.0%} until the first tokens, "
+        f"{1 - one.prefill:.0%} for the others",
     ]
     if one.step is not None:
-        share = one.generation_s / one.total_s
-        lines.append(
-            f"step    {format_seconds(one.total_s)}: {format_seconds(one.generation_s)} of sampling ({share:.0%}), "
-            f"{format_seconds(one.step.step_s)} of training"
-        )
-    lines.append(f"trust   {_TRUST}")
-    parts = (("first", estimate.first), ("token", estimate.token))
-    return [*lines, *(line for name, part in parts for line in ("", *term_bars(name, part, _WORDS))), "",
-            *memory_bars(one)]  # fmt: skip
+        parts = f"{format_seconds(one.generation_s)} of sampling, {format_seconds(one.step.step_s)} of training"
+        lines.append(f"step    {format_seconds(one.total_s)}: {parts}")
+    lines += [f"trust   {_TRUST}", "", *term_bars("first", estimate.first, _WORDS), ""]
+    return [*lines, *term_bars("token", estimate.token, _WORDS), "", *memory_bars(one)]
 
 
 def _answer_table(found: GenerationAnswer, top: int) -> dict[str, Any]:
-    asked, texts = found.question, found.question.texts
+    question = question_table(found.question.asked) | asdict(found.question.texts)
     return {
-        "question": {
-            "for": asked.kind, "model": asked.asked.model.name, "num_params": asked.asked.job.shape.num_params,
-            "cluster": str(asked.asked.cluster), "num_devices": asked.asked.cluster.num_devices,
-            "prompt": texts.prompt, "new": texts.new, "texts": texts.batch, "completions": asked.completions,
-            "assumed": list(asked.asked.assumed),
-        },
+        "question": question | {"for": found.question.kind, "completions": found.question.completions},
         "is_prediction": True,
         "num_plans": found.num_plans,
-        "seconds": found.seconds,
         "plans": [_candidate_table(one) for one in found.ranked[:top]],
         "refused": refused_table(found.refused),
         "nearest": _candidate_table(found.too_large[0]) if found.too_large else None,
-    }  # fmt: skip
+    }
 
 
 def _candidate_table(one: GenerationCandidate) -> dict[str, Any]:
-    return {
-        "plan": str(one.plan),
-        "rows": one.estimate.rows,
-        "waves": one.estimate.waves,
-        "whole_copies": one.is_copied,
-        "first_token_s": one.first_s,
-        "token_s": one.token_s,
-        "generation_s": one.generation_s,
-        "training_s": None if one.step is None else one.step.step_s,
-        "tokens_per_s": one.tokens_per_s,
-        "text_tokens_per_s": one.text_tokens_per_s,
-        "prefill_share": one.prefill,
-        "first_terms_s": dict(one.estimate.first),
-        "token_terms_s": dict(one.estimate.token),
-        "memory_bytes": dict(one.memory),
-        "total_bytes": one.total_bytes,
-        "usable_bytes": one.usable_bytes,
-        "fits_probability": one.fits,
-    }
+    names = (
+        "first_s",
+        "token_s",
+        "generation_s",
+        "total_s",
+        "tokens_per_s",
+        "is_copied",
+        "total_bytes",
+        "usable_bytes",
+    )
+    found = {"plan": str(one.plan), **{name: getattr(one, name) for name in names}, **asdict(one.estimate)}
+    return found | {"prefill_share": one.prefill, "memory": dict(one.memory), "fits_probability": one.fits}

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from weft.planner.space.enumerate import Refused
 
 
+#: Exit code if no plan fits. It is also the exit code of a rank that runs out of memory.
+NOTHING_FITS = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """All results of one `weft plan` command."""

@@ -33,12 +33,14 @@ def folder_caches(folder: Path) -> tuple[CacheKind, ...]:
 
 
 def _kind(layer: Any) -> CacheKind:
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    states = [state for name in ("conv_states", "recurrent_states") for state in getattr(layer, name, {}).values()]
+    keys: Any = getattr(layer, "keys", None)
+    states: list[Any] = [
+        state for name in ("conv_states", "recurrent_states") for state in getattr(layer, name, {}).values()
+    ]
     wide = sum(state.numel() for state in states if state is not None and state.dtype == torch.float32)
     narrow = sum(state.numel() for state in states if state is not None) - wide
     if keys is None:
         return CacheKind(layers=1, fixed=narrow, fixed_fp32=wide)
     window = int(getattr(layer, "sliding_window", None) or 0)
-    width, heads = keys.shape[3] + values.shape[3], keys.shape[1]
+    width, heads = keys.shape[3] + layer.values.shape[3], keys.shape[1]
     return CacheKind(layers=1, heads=heads, width=width, window=window, fixed=narrow, fixed_fp32=wide)

@@ -139,8 +139,8 @@ def _difference(model: TokenLogits, program: Any, num_ids: int, varies: tuple[st
         difference, limit = (found - wanted).abs().max().item(), _LIMITS[wanted.dtype] * wanted.abs().max().item()
         if not difference <= limit:
             raise CheckpointError(
-                f"--to program: for {batch} x {length} ids the logits differ by {difference:.2g} from the model's, more "
-                f"than {limit:.2g}. No file was written. Please report this."
+                f"--to program: for {batch} x {length} ids the logits differ by {difference:.2g} from the model's, "
+                f"more than {limit:.2g}. No file was written. Please report this."
             )
         worst = max(worst, difference)
     return worst
