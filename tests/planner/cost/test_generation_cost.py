@@ -15,7 +15,8 @@ from weft.planner.search.question import Question
 
 PROMPT, NEW, ROWS = 30, 34, 3
 MLA = {
-    "head_dim": 8,    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
 }  # fmt: skip
@@ -94,7 +95,8 @@ def test_plans_divide_weights_caches_and_texts():
     one, two = predicted(""), predicted("tp=2")
     assert two.memory["parameters"] == pytest.approx(one.memory["parameters"] / 2, rel=0.01)
     assert two.memory["cache"] == pytest.approx(one.memory["cache"] / 2, rel=0.01)
-    assert "tp" in two.token and "tp" not in one.token
+    assert "tp" in two.token
+    assert "tp" not in one.token
     data = predicted("dp_replicate=2")
     assert (data.rows, data.memory["parameters"]) == (32, one.memory["parameters"])
     assert data.memory["cache"] == pytest.approx(one.memory["cache"] / 2)
