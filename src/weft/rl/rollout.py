@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,15 +10,12 @@ from typing import Any
 
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import StepRefused
-from weft.generation.batch import Limits, generate_batch
-from weft.generation.ranks import MeshRanks
+from weft.generation.batch import Limits
 from weft.generation.requests import Completion, Request, Sampling
-from weft.parallel.state.gradients import data_parallel
 from weft.rl.prompts import PromptRecord, decoded
 from weft.train.engine import derive_seed
-from weft.train.state_io import gather
+from weft.train.script.generating import complete
 from weft.train.tasks.description import Forwards
-from weft.train.weights.whole_copy import whole_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +46,6 @@ class Sampled:
 class Sampler:
     """Samples completions with the current weights. All ranks call it with the same requests.
 
-    Each data rank samples a part of the requests with the sharded model. Under pp and cp, each rank samples a part with
-    a whole copy of the weights.
-
     Args:
         forwards: the sharded model.
         sampling: settings for all requests.
@@ -61,7 +54,6 @@ class Sampler:
 
     def __init__(self, forwards: Forwards, sampling: Sampling, limits: Limits):
         self._forwards, self._sampling, self._limits = forwards, sampling, limits
-        self._is_checked = False  # whole copies are new models each time
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completion of each request, on all ranks.
@@ -70,30 +62,10 @@ class Sampler:
             StepRefused: if a prompt cannot be continued.
         """
         forwards = self._forwards
-        model, mesh = forwards.model, forwards.mesh
-        data_parallel(model).wait_for_weights()
-        was_training = model.training
-        model.eval()
-        try:
-            if mesh.plan.pp > 1 or mesh.plan.cp > 1:
-                own = requests[mesh.rank :: mesh.world_size]
-                with whole_copy(model, mesh) as plain:
-                    found = generate_batch(plain, own, self._sampling, self._limits, check=not self._is_checked)
-                self._is_checked = True
-            else:
-                own, together = requests[mesh.data.rank :: mesh.data.size], MeshRanks(mesh)
-                found = generate_batch(model, own, self._sampling, self._limits, together=together)
-        finally:
-            model.train(was_training)
-        told = json.dumps([[one.key, one.ids, one.log_probs, one.reason, one.error] for one in found])
-        every = {
-            key: Completion(key, tuple(ids), tuple(log_probs), reason, error)
-            for record in gather(mesh, told.encode())
-            for key, ids, log_probs, reason, error in json.loads(record)
-        }
-        if error := next((one.error for one in every.values() if one.error), ""):
+        found = complete(forwards.model, forwards.mesh, requests, self._sampling, self._limits)
+        if error := next((one.error for one in found if one.error), ""):
             raise StepRefused(f"grpo: {error}")
-        return [every[request.key] for request in requests]
+        return found
 
 
 def sample_prompts(sampler: Sampler, prompts: Sequence[PromptRecord], number: int, step: int) -> list[Sampled]:
