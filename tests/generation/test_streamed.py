@@ -57,7 +57,7 @@ def least_memory(folder: Path, dtype: str | None = None) -> int:
         open_streamed(folder, 1, dtype)
     found = re.search(r"at least ([\d.]+ \w+):", str(error.value))
     assert found is not None
-    return int(parse_bytes(found[1]) * 1.01) + 64
+    return parse_bytes(found[1])
 
 
 @torch.no_grad()

@@ -126,6 +126,7 @@ class ModelWeights:
         if least.total_bytes > usable:
             largest = max((unit.num_bytes for unit in least.streamed), default=0)
             needed = least.total_bytes + min(least.total_bytes // 15 + 16, _OBJECT_BYTES)
+            needed += needed // 200  # the message has three digits
             raise ModelError(
                 f"memory={format_bytes(memory_bytes)}: {type(self._model).__name__} needs at least "
                 f"{format_bytes(needed)}: {format_bytes(least.total_bytes - least.buffer_bytes)} that stay in memory, "
