@@ -18,6 +18,7 @@
 | OMP_NUM_THREADS | threads of one CPU rank. If unset, `weft train` divides the cores |
 | OPENBLAS_NUM_THREADS | set to 1 by `weft plan`, which multiplies no matrices in numpy, unless the user sets it |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1: names on the Hugging Face hub are found in its cache only |
+| DISABLE_MULTIPROC | set to 1 by `weft eval`: lm-eval starts no processes, which ranks cannot have |
 | HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN | read by huggingface_hub for such names: server, cache and login |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
 """

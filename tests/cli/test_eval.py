@@ -81,3 +81,64 @@ def test_results_equal_those_of_the_exported_model(home, capsys):
     (home / "questions.jsonl").unlink()
     assert main.run(words) == 2
     assert "their data cannot be read" in capsys.readouterr().err
+
+
+def hflm_figures(folder: Path, tasks: list[str], task_folder: Path) -> dict:
+    """Return the figures of lm-eval's own class for Hugging Face models."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
+    found = simple_evaluate(
+        model=model, tasks=tasks, task_manager=TaskManager(include_path=str(task_folder)), bootstrap_iters=0
+    )
+    return {
+        task: {key.removesuffix(",none"): value for key, value in figures.items() if isinstance(value, float)}
+        for task, figures in found["results"].items()
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "mamba", "gemma2"])
+def test_figures_of_a_folder_equal_those_of_lm_eval_under_plans(family, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("lm_eval")
+    from tests.inference.models import write_folder
+
+    folder, draw = write_folder(tmp_path / family, family), random.Random(2)
+    rows = [
+        {
+            "q": " ".join(draw.choices(WORDS, k=draw.randrange(1, 12))),
+            "choices": draw.sample([*WORDS, "warp weft", "a", "b"], 4),
+            "gold": draw.randrange(4),
+            "text": " ".join(draw.choices(WORDS, k=draw.randrange(2, 60))),
+        }
+        for _ in range(30)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    head = f"dataset_path: json\ndataset_kwargs:\n  data_files: {{test: {tmp_path / 'rows.jsonl'}}}\n"
+    head += "test_split: test\n"
+    kinds = {
+        "choose": "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: gold\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
+        "read": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]\n",
+        "write": "output_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: '{{q}}'\n"
+        "generation_kwargs: {until: ['e', ' '], max_gen_toks: 6, do_sample: false}\n"
+        "metric_list: [{metric: exact_match}, {metric: bleu}]\n",
+    }
+    (tmp_path / "tasks").mkdir()
+    for name, text in kinds.items():
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(f"task: {name}\n{head}{text}")
+    names = list(kinds)
+    wanted = hflm_figures(folder, names, tmp_path / "tasks")
+    assert wanted["read"]["byte_perplexity"] > 1
+    capsys.readouterr()
+    for plan in ("", "tp=2", "dp_shard=2 zero=3"):
+        words = ["eval", str(folder), "--tasks", ",".join(names), "--task-folder", str(tmp_path / "tasks")]
+        assert main.run([*words, "--plan", plan, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["tasks"]
+        for task, figures in wanted.items():
+            for key, value in figures.items():
+                if "stderr" not in key:
+                    assert found[task][key] == pytest.approx(value, rel=1e-5), (plan, task, key)

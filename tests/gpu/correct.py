@@ -13,13 +13,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from tests.gpu.cases import Case, Figures, Setting, Skipped, relative, require
 from tests.gpu.training import LARGE, SMALL, Model, batch_of, decoder, foreign, shape_of, step_of, train
+from weft.checkpoint.pretrained import Joined, JoinedTensors, stored_weights
 from weft.comm.mesh import build_mesh
 from weft.comm.transports.backend import NCCL_FORMATS
 from weft.config.plan import Plan
+from weft.generation.streamed import stream_weights
+from weft.models.registry import build_decoder
 from weft.monitor.step_times import Meter
 from weft.parallel.context.kernels import BOTH_WAYS, CAUSAL, Scoring, attend, attend_backward
 
@@ -367,6 +371,27 @@ def out_of_memory_is_explained(setting: Setting) -> Figures:
     raise Skipped("the step fits into 2 GiB")
 
 
+@torch.no_grad()
+def streamed_weights(setting: Setting) -> Figures:
+    """Logits with weights that are read from files, or from the host's memory, equal those of weights in memory."""
+    spec = dataclasses.replace(SMALL if setting.small else LARGE, num_layers=8)
+    model, ids_BT = decoder(spec)().to(setting.device), batch_of(0, spec.vocab_size)["input_ids"].to(setting.device)
+    tensors = {name: param.detach().cpu() for name, param in model.named_parameters()}
+    save_file(tensors, setting.folder / "model.safetensors", {"format": "pt"})
+    stored, wanted, figures = stored_weights(setting.folder), model(ids_BT), dict[str, float]()
+    del model
+    source = JoinedTensors(stored, {name: Joined.of(name, one) for name, one in stored.entries.items()})
+    memory_bytes = sum(tensor.nbytes for tensor in tensors.values()) // 2
+    for from_host in (False, True):
+        streamed = build_decoder(spec, device="meta")
+        with stream_weights(streamed, source, memory_bytes, setting.device, from_host=from_host) as stream:
+            for _ in range(4):
+                require(float((streamed(ids_BT) - wanted).abs().max()), 0.0, "logits of streamed weights are apart")
+            _synchronize(setting)
+        figures[f"over bound, {'host' if from_host else 'files'}"] = stream.report.over_bound
+    return figures
+
+
 CASES = [
     Case("correct", "the first example", first_example),
     Case("correct", "weft train, resume, doctor", train_and_resume, 240),
@@ -380,5 +405,6 @@ CASES = [
     Case("correct", "NCCL on one rank", nccl_on_one_rank),
     Case("correct", "one graph for all blocks", one_graph_for_all_blocks, 300),
     Case("correct", "honest meter", honest_meter),
+    Case("correct", "streamed weights", streamed_weights),
     Case("correct", "out of memory", out_of_memory_is_explained),
 ]

@@ -189,6 +189,10 @@ def test_bad_files_are_refused(text, said, folder, tmp_path, capsys):
         (["--prompts", "in.jsonl", "--out", "o", "--top-p", "2"], "top_p=2.0: it must be"),
         (["--prompts", "in.jsonl", "--out", "o", "--plan", "cp=2"], "cp=2: inference does not"),
         (["--prompts", "in.jsonl", "--out", "o", "--dtype", "int8"], "int8"),
+        (["--memory", "1GiB"], "--memory: it belongs to a file of prompts"),
+        (["--prompts", "in.jsonl", "--out", "o", "--memory", "1GiB", "--plan", "tp=2"], "each rank streams"),
+        (["--prompts", "in.jsonl", "--out", "o", "--memory", "much"], "much"),
+        (["--prompts", "in.jsonl", "--out", "o", "--memory", "1KiB"], "memory"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused(options, said, folder, tmp_path, capsys, monkeypatch):
@@ -196,6 +200,14 @@ def test_bad_options_are_refused(options, said, folder, tmp_path, capsys, monkey
     Path("in.jsonl").write_text('{"prompt": "a"}\n')
     assert main.run(["generate", folder, *options, "--device", "cpu"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_command_with_streamed_weights(folder, tmp_path, capsys):
+    lines = [{"prompt": f"warp {number}"} for number in range(5)]
+    whole = run(folder, lines, tmp_path, "--max-tokens", "6")
+    capsys.readouterr()
+    assert run(folder, lines, tmp_path, "--max-tokens", "6", "--memory", "1MiB") == whole
+    assert "streamed: " in "".join(capsys.readouterr())
 
 
 @pytest.mark.full

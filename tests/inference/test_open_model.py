@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.choice import gate_runs
-from tests.inference.models import FAMILIES, plain_model, write_folder
-from weft.cli import app as main
+from tests.inference.models import plain_model
 from weft.comm.mesh import Mesh, build_mesh
 from weft.config.plan import Plan
 from weft.errors import CommError, ConfigError, PlanError
@@ -23,10 +22,6 @@ from weft.verify.verifier import Float64Throughout
 pytest.importorskip("transformers")
 
 PLANS = ["tp=2", "dp_shard=2 zero=3", "dp_replicate=2", "dp_shard=2 ep=2"]
-SMALL = ["model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=64",
-         "model.max_seq_len=64", "tokenizer.kind=bytes", "launch.device=cpu", "eval.every=0", "sample.prompt=",
-         "train.global_batch=4", "train.steps=3", "train.seq_len=16", "optimizer.lr=1e-2",
-         "launch.ranks=1"]  # fmt: skip
 
 
 def some_ids() -> torch.Tensor:
@@ -52,33 +47,8 @@ def all_logits(plan: str, sources: dict[str, str]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("families")
-    return {family: str(write_folder(home / family, family)) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
 def plain(folders) -> dict[str, torch.Tensor]:
     return {family: logits_of(plain_model(Path(folder)), some_ids()) for family, folder in folders.items()}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, folders) -> dict[str, str]:
-    """Train a Weft decoder, one with an adapter, one with experts, and a pretrained model with and without adapters."""
-    home = tmp_path_factory.mktemp("runs")
-    (home / "text.txt").write_text("warp and weft " * 200)
-    experts = ["model.num_experts=4", "model.top_k=2", "model.expert_ffn_dim=32"]
-    path = ["model.path=" + folders["llama"], "train.seq_len=16"]
-    words = {
-        "decoder": SMALL,
-        "experts": [*SMALL, *experts],
-        "decoder_lora": [*SMALL, "adapter.rank=2"],
-        "folder": [*(one for one in SMALL if not one.startswith(("model.", "tokenizer."))), *path],
-    }
-    words["folder_lora"] = [*words["folder"], "adapter.rank=2", "adapter.kind=dora"]
-    for name, settings in words.items():
-        assert main.run(["train", *settings, f"data.train={home}/text.txt", f"run.dir={home}", f"run.name={name}"]) == 0
-    return {name: str(home / name) for name in words}
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -90,7 +60,7 @@ def test_one_rank_equals_transformers(folders, plain):
         near(found, plain[family])
 
 
-@pytest.mark.parametrize("plan", gate_runs(PLANS, 0, 3))
+@pytest.mark.parametrize("plan", gate_runs(PLANS, 0))
 def test_ranks_equal_transformers(plan, folders, plain, ranks2):
     tried = {"mixtral": folders["mixtral"]} if "ep=" in plan else folders
     for found in ranks2.run(all_logits, plan, tried):
@@ -117,7 +87,7 @@ def test_settings_of_training_are_left_out():
     assert inference_plan(Plan.parse("tp=2")) == (Plan(tp=2), [])
 
 
-@pytest.mark.parametrize("text, field", [("pp=2 microbatches=2", "pp=2"), ("cp=2", "cp=2"), ("ep=2", "ep=2")])
+@pytest.mark.parametrize("text, field", [("cp=2", "cp=2"), ("ep=2", "ep=2")])
 def test_plans_that_are_refused(text, field):
     with pytest.raises(PlanError, match=field):
         inference_plan(Plan.parse(text))

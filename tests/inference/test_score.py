@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from tests.choice import gate_runs
-from tests.inference.models import FAMILIES, plain_model, write_folder
+from tests.inference.models import plain_model, write_folder
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.inference.open_model import open_model
 from weft.inference.ranks import inference_plan
 from weft.inference.score import Scorer, Span, windows_of
+from weft.train.tasks.generation import open_text_model
 from weft.verify.verifier import Float64Throughout
 
 pytest.importorskip("transformers")
 
-PLANS = ["tp=2", "dp_shard=2 zero=3", "dp_replicate=2", "dp_shard=2 ep=2"]
+PLANS = ["tp=2", "dp_shard=2 zero=3", "dp_replicate=2", "dp_shard=2 ep=2", "pp=2"]
 
 
 def some_spans() -> list[Span]:
@@ -57,12 +58,6 @@ def scores(plan: str, sources: dict[str, str], batch_tokens: int = 60) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("families")
-    return {family: str(write_folder(home / family, family)) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
 def plain(folders) -> dict[str, torch.Tensor]:
     return {family: plain_scores(plain_model(Path(folder)), some_spans()) for family, folder in folders.items()}
 
@@ -82,6 +77,28 @@ def test_ranks_equal_plain_pytorch(plan, folders, plain, ranks2):
     for found in ranks2.run(scores, plan, tried):
         for family in tried:
             near(found[family], plain[family])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["", *PLANS])
+def test_runs_equal_plain_pytorch(plan, runs, ranks2):
+    tried = {name: runs[name] for name in (("experts",) if "ep=" in plan else ("decoder", "experts", "folder_lora"))}
+    known: dict[str, Any] = {name: open_text_model(folder).model for name, folder in tried.items()}
+    for found in ranks2.run(scores, plan, tried) if plan else [scores("", tried)]:
+        for name, model in known.items():
+            near(found[name], plain_scores(model._model.double(), some_spans()))
+
+
+def test_likeliest_tokens_are_found(folders):
+    model, ids = plain_model(Path(folders["llama"])).float(), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        for _ in range(4):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    greedy = tuple(ids[0].tolist())
+    spans = [Span(greedy, 4), Span((*greedy[:-1], (greedy[-1] + 1) % 257), 4), Span(greedy[:5], 2), Span(greedy, 5)]
+    plan = Plan()
+    found = Scorer(open_model(folders["llama"], plan, build_mesh(plan))).score(spans)
+    assert found[:3, 1].tolist() == [1.0, 0.0, 1.0]
 
 
 def test_windows_score_each_token_once_with_the_most_context():

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -261,6 +261,15 @@ class Computed:
     make: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
 
 
+class ByteRun(NamedTuple):
+    """Bytes that are consecutive both in a file, from `offset` on, and in a tensor, from byte `start` on."""
+
+    file: str
+    offset: int
+    start: int
+    num_bytes: int
+
+
 class JoinedTensors:
     """Tensors by a model's names, of which any part can be read from the files of a folder.
 
@@ -288,8 +297,49 @@ class JoinedTensors:
         Raises CheckpointError if bytes are missing or cannot be read, or a weight is not finite.
         """
         self._read(name, part, start, out)
+        self.check_finite(name, out)
+
+    def reopened(self) -> JoinedTensors:
+        """Return the same tensors with files that are opened again, for use in another thread."""
+        return JoinedTensors(self._stored, self.entries, self._finite)
+
+    def byte_runs(self, name: str) -> list[ByteRun] | None:
+        """Return the locations of a tensor's bytes in the files; None if they must be rearranged or computed.
+
+        Raises CheckpointError if a file is missing or damaged.
+        """
+        joined, found = self.entries[name], list[ByteRun]()
+        if isinstance(joined, Computed):
+            return None
+        width, whole = DTYPE_BYTES[joined.dtype], Part(joined.shape)
+        for piece in joined.pieces:
+            entry, numel = self._stored.entries[piece.name], math.prod(piece.shape)
+            slice_box = tuple((low, low + size) for low, size in zip(piece.start, piece.shape, strict=True))
+            here, there = whole.span(piece.box()), Part(entry.shape).span(slice_box)
+            if not numel:
+                continue
+            if here is None or there is None or list(piece.dims) != sorted(piece.dims):
+                return None
+            if here[1] - here[0] != numel or there[1] - there[0] != numel:
+                return None
+            offset = self._reader.file(entry.file).tensors[piece.name].offset + there[0] * width
+            found.append(ByteRun(entry.file, offset, here[0] * width, numel * width))
+        return found if sum(run.num_bytes for run in found) == math.prod(joined.shape) * width else None
+
+    def read_bytes(self, file: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a file from `offset` on, as `byte_runs` gives them.
+
+        Raises CheckpointError if the file is truncated, changed or cannot be read.
+        """
+        try:
+            self._reader.file(file).into(out, offset)
+        except (CheckpointError, OSError) as error:
+            raise self._unreadable(error) from error
+
+    def check_finite(self, name: str, values: memoryview) -> None:
+        """Raise CheckpointError if the tensor's values must be finite, and these stored values of it are not."""
         dtype = self.entries[name].dtype
-        if name in self._finite and dtype in _EXPONENTS and not _all_finite(out, dtype):
+        if name in self._finite and dtype in _EXPONENTS and not _all_finite(values, dtype):
             raise CheckpointError(self._not_finite(name))
 
     def without(self, names: Collection[str]) -> JoinedTensors:
@@ -345,7 +395,10 @@ class JoinedTensors:
                     if common is not None:
                         self._copy(target, view, piece, common)
         except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"model.path={self._stored.folder}: {error}. Download the folder again.") from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"model.path={self._stored.folder}: {error}. Download the folder again.")
 
     def _copy(self, target: np.ndarray, view: BoxView, piece: _TensorSlice, common: Box) -> None:
         moved = [first - piece.corner[dim] for first, dim in zip(piece.start, piece.dims, strict=True)]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from weft import env
 from weft.cli.console import print_line
+from weft.config.plan import Plan
 from weft.errors import ConfigError
-from weft.units import counted, format_seconds
+from weft.units import counted, format_seconds, parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,12 @@ class FileOptions:
     top_p: float
     dtype: str | None
     device: str
+    memory: str | None = None
 
     def expect_prompts(self, prompts: Path | None) -> None:
         """Raise ConfigError if an option is set without --prompts."""
-        named = {"out": self.out, "plan": self.plan, "samples": self.samples, "rows": self.rows, "dtype": self.dtype}
+        named = {"out": self.out, "plan": self.plan, "samples": self.samples, "rows": self.rows}
+        named |= {"dtype": self.dtype, "memory": self.memory}
         found = next((name for name, value in named.items() if value), "" if self.top_p == 1 else "top-p")
         if prompts is None and found:
             raise ConfigError(f"--{found}: it belongs to a file of prompts. Add --prompts FILE --out FILE.")
@@ -79,6 +82,7 @@ def generate_for_file(
         why = "it is a folder" if out.is_dir() else "its folder does not exist"
         raise ConfigError(f"--out={out}: {why}. Give the path of a file.")
     settled, notes = inference_plan(read_plan(options.plan), options.dtype)
+    memory = _memory(options.memory, settled, folder)
     place = env.rank_env()
     if settled.world_size > 1 and place is None:
         from weft.verify.rank_pool import start_imports
@@ -92,7 +96,7 @@ def generate_for_file(
     sampling = Sampling(max_tokens, temperature, top_k, options.top_p, seed)
     job = GenerateJob(
         str(folder), prompts, out, sampling, options.samples or 1, options.rows or 32, tuple(stops), system, raw, step,
-        options.dtype,
+        options.dtype, memory,
     )  # fmt: skip
     for note in notes if place is None or place.rank == 0 else ():
         print_line(note)
@@ -104,4 +108,26 @@ def generate_for_file(
     if report.refused:
         print_line(f'{counted(report.refused, "prompt")} refused: see "error" in {out}.')
     speed = f" in {format_seconds(report.seconds)}" if report.seconds else ""
+    if report.streaming:
+        print_line(report.streaming)
     print(f"{counted(report.texts, 'text')} with {counted(report.tokens, 'token')}{speed}: {out}")
+
+
+def _memory(text: str | None, plan: Plan, folder: Path) -> int | None:
+    """Return the bytes of --memory, or None without it."""
+    if text is None:
+        return None
+    if plan.tp * plan.pp * plan.ep > 1 or plan.zero == 3:
+        raise ConfigError(
+            f"--memory={text}: each rank streams whole blocks, and plan={plan} divides them. Use dp_replicate "
+            "alone, or leave --memory out."
+        )
+    if (folder / "config.toml").is_file():
+        raise ConfigError(
+            f"--memory={text}: {folder} is a run, and weights are streamed from a Hugging Face folder. Write one with "
+            f"weft export {folder} FOLDER."
+        )
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--memory={text}: {error}.") from None

@@ -13,7 +13,7 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line, table
-from weft.cli.inference import source_folder
+from weft.cli.generate import source_folder
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def score(
     no_windows: Annotated[bool, typer.Option("--no-windows", help="Refuse texts longer than the context.")] = False,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a batch on a data rank.", show_default="2048; 16384 on a GPU"),
+        typer.Option(min=1, help="Tokens of a batch on a data rank.", show_default="1024; 16384 on a GPU"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -17,6 +17,7 @@ from weft.comm.collectives import broadcast
 from weft.comm.mesh import Axis, Mesh
 from weft.config.partitioning import divide_layers
 from weft.errors import ModelError, PlanError
+from weft.models.decoder import Decoder
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.dry_run import call_without_numbers, example_of, without_numbers
 
@@ -75,6 +76,8 @@ def keep_stage(model: nn.Module, mesh: Mesh) -> None:
 
 def _forms(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[int]:
     """Return the number of outputs of each block, 0 for a tensor, by a forward on the meta device."""
+    if isinstance(model, Decoder):  # routers cannot be traced on the meta device
+        return [0] * len(blocks)
     found: dict[nn.Module, int] = {}
 
     def note(block: nn.Module, args: Any, output: Any) -> None:

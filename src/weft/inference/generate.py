@@ -19,7 +19,8 @@ from weft.errors import DataError
 from weft.generation.batch import Limits, generate_batch
 from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Completion, Request, Sampling
-from weft.inference.open_model import OpenedModel, open_model
+from weft.inference.open_model import OpenedModel, open_model, read_facts
+from weft.inference.open_streamed import open_streamed
 from weft.inference.prompts import Prompt, cut_at, read_prompts, result_line
 from weft.train.state_io import gather, on_first
 from weft.units import format_seconds
@@ -46,6 +47,7 @@ class GenerateJob:
         raw: True to use prompts without the chat template.
         step: step of a run's checkpoint; None for the newest.
         dtype: precision, or None for the plan's.
+        memory_bytes: bound of the weights in memory, the rest of which are streamed from files; None for no bound.
     """
 
     source: str
@@ -59,10 +61,13 @@ class GenerateJob:
     raw: bool = False
     step: int | None = None
     dtype: str | None = None
+    memory_bytes: int | None = None
 
     def digest(self) -> str:
         """Return a digest of all that determines the texts, to recognize an unfinished result."""
-        said = {**asdict(self), "out": "", "prompts": hashlib.sha256(self.prompts.read_bytes()).hexdigest(), "rows": 0}
+        said = {**asdict(self), "prompts": hashlib.sha256(self.prompts.read_bytes()).hexdigest()}
+        for name in ("out", "rows", "memory_bytes"):  # they do not change texts
+            del said[name]
         return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()[:16]
 
 
@@ -76,6 +81,7 @@ class GenerateReport:
         refused: prompts that the model could not continue.
         seconds: time without loading.
         kept: lines of an earlier, unfinished call.
+        streaming: rank 0's figures of streamed weights, or "".
     """
 
     texts: int
@@ -83,6 +89,7 @@ class GenerateReport:
     refused: int
     seconds: float
     kept: int
+    streaming: str = ""
 
 
 def generate_file(mesh: Mesh, job: GenerateJob) -> GenerateReport:
@@ -94,11 +101,16 @@ def generate_file(mesh: Mesh, job: GenerateJob) -> GenerateReport:
         ConfigError, DataError: if the prompts or the model cannot be read.
         ModelError: if the model cannot generate in batches.
     """
-    opened = open_model(job.source, mesh.plan, mesh, job.step, job.dtype)
+    stream = None
+    if job.memory_bytes is None:
+        opened = open_model(job.source, mesh.plan, mesh, job.step, job.dtype)
+    else:
+        model, stream = open_streamed(Path(job.source), job.memory_bytes, job.dtype, str(mesh.device))
+        opened = OpenedModel(model, *read_facts(job.source).shared(), mesh)
     mesh = opened.mesh
     prompts = read_prompts(job.prompts)
     sampling = Sampling(**{**asdict(job.sampling), "stop_ids": frozenset(stop_ids(opened.tokenizer))})
-    # Adding a model to the vocabulary of another: ids beyond the tokenizer's are never sampled.
+    # A model may have more entries than its tokenizer: these are never sampled.
     limits = Limits(min(opened.num_ids, opened.tokenizer.vocab_size), opened.max_positions, job.rows)
     every = _Results(job, len(prompts) * job.samples) if mesh.rank == 0 else None
     done = on_first(mesh, lambda: every.kept if every is not None else 0)
@@ -113,7 +125,10 @@ def generate_file(mesh: Mesh, job: GenerateJob) -> GenerateReport:
         if every is not None:
             every.write([lines[key] for key in keys])
     tokens = on_first(mesh, lambda: every.finish() if every is not None else None)
-    return GenerateReport(*tokens, seconds=time.monotonic() - began, kept=done)
+    seconds = time.monotonic() - began
+    if stream is not None:
+        stream.close()
+    return GenerateReport(*tokens, seconds, done, stream.report.line() if stream is not None else "")
 
 
 def _texts(

@@ -167,7 +167,7 @@ def _run_model(run: RunFolder, checkpoint: Checkpoint, mesh: Mesh, config: Any) 
     if weights is not None:
         weights = packed_source(model, weights)
     _lay_out(model, mesh, layout, weights, seed=settings.seed)
-    load_model(model, checkpoint)
+    load_model(model, checkpoint, is_part=mesh.plan.pp > 1)
     data_parallel(model).wait_for_weights()
     return model
 

@@ -10,12 +10,10 @@ from typing import Any
 
 from weft.data.text.tokenizer import Tokenizer
 from weft.data.text.turns import Turn, Unusable, read_turns
-from weft.errors import ConfigError, DataError, Problem
 from weft.generation.requests import Completion
+from weft.inference.json_lines import read_lines
 
 _FORMS = 'Write {"prompt": "..."}, {"messages": [...]} or {"prompt_ids": [...]}'
-#: Bad lines that an error lists.
-_MOST_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,38 +58,12 @@ def read_prompts(path: Path) -> list[Prompt]:
         DataError: if the file cannot be read or has no lines.
         ConfigError: with each bad line and its number.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"--prompts={path}: it cannot be read ({error.strerror}). Give a JSONL file.") from error
-    found: list[Prompt] = []
-    problems: list[Problem] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(Prompt(len(found), _read(line)))
-        except (ValueError, RecursionError) as error:
-            problems.append(Problem("prompts", f"{error}.", f"{path}:{number}"))
-    if problems:
-        more = len(problems) - _MOST_LISTED
-        rest = [Problem("prompts", f"and {more} more bad lines.")] if more > 0 else []
-        raise ConfigError([*problems[:_MOST_LISTED], *rest])
-    if not found:
-        raise DataError(f"--prompts={path}: it has no lines. {_FORMS}.")
-    return found
+    found = read_lines(path, "prompts", _FORMS, lambda number, said: _read(said))
+    return [Prompt(index, said) for index, said in enumerate(found)]
 
 
-def _read(line: bytes) -> dict[str, Any]:
-    """Return the object of a line. Raise ValueError with the rule that it breaks."""
-    try:
-        said: Any = json.loads(line)
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8. Save the file as UTF-8") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error}). {_FORMS}") from None
-    if not isinstance(said, dict):
-        raise ValueError(f"not an object. {_FORMS}")
+def _read(said: dict[str, Any]) -> dict[str, Any]:
+    """Return the object of a line. Raise ValueError if it is no prompt."""
     forms = [name for name in ("prompt", "messages", "prompt_ids") if name in said]
     if len(forms) != 1:
         raise ValueError(f"it has {' and '.join(forms) or 'no prompt'}. {_FORMS}")

@@ -27,7 +27,7 @@ from weft.parallel.tensor.head import LossChunking
 from weft.parallel.tensor.language_head import HeadLogProbs, expect_labels, find_head
 
 #: Tokens of a batch with padding, by device type.
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 #: Largest logits of a batch in bytes, of a model that changes them after the head, so that they are not chunked.
 _LOGITS_BYTES = 2**29
 #: Largest differences of log-probabilities that rounding explains, by precision.

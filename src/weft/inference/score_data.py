@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.text.tokenizer import Tokenizer
-from weft.errors import ConfigError, DataError, ModelError, Problem
+from weft.errors import ModelError, Problem
+from weft.inference.json_lines import read_lines, refuse_lines
 from weft.inference.score import Span
 
-#: Bad records that an error lists.
-_MOST_LISTED = 5
 _FORMS = 'Write {"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., "choices": [...], "answer": 0}'
 
 
@@ -44,44 +43,11 @@ def read_records(path: Path) -> list[Record]:
         DataError: if the file cannot be read or has no records.
         ConfigError: with each bad record and its line.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"--data={path}: it cannot be read ({error.strerror}). Give a JSONL file.") from error
-    found: list[Record] = []
-    problems: list[Problem] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(_read(number, line))
-        except (ValueError, RecursionError) as error:
-            problems.append(Problem("data", f"{error}.", f"{path}:{number}"))
-    refuse(problems)
-    if not found:
-        raise DataError(f"--data={path}: it has no records. {_FORMS}.")
-    return found
+    return read_lines(path, "data", _FORMS, _read)
 
 
-def refuse(problems: Sequence[Problem]) -> None:
-    """Raise ConfigError with the first problems, if there are any, and the number of the others."""
-    if not problems:
-        return
-    more = len(problems) - _MOST_LISTED
-    rest = [Problem("data", f"and {more} more bad records")] if more > 0 else []
-    raise ConfigError([*problems[:_MOST_LISTED], *rest])
-
-
-def _read(number: int, line: bytes) -> Record:
+def _read(number: int, said: dict[str, Any]) -> Record:
     """Return the record of a line. Raise ValueError with the rule that it breaks."""
-    try:
-        said: Any = json.loads(line)
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8. Save the file as UTF-8") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error}). {_FORMS}") from None
-    if not isinstance(said, dict):
-        raise ValueError(f"not a JSON object. {_FORMS}")
     kinds = [kind for kind in ("text", "completion", "choices") if kind in said]
     if len(kinds) != 1 or ("prompt" in said) != (kinds != ["text"]):
         raise ValueError(f"its keys are {', '.join(map(repr, said)) or 'missing'}. {_FORMS}")
@@ -139,7 +105,7 @@ def spans_of(records: Sequence[Record], tokenizer: Tokenizer, num_ids: int, path
             why = f"token id {highest}: the model reads ids below {num_ids}. Give the tokenizer of this model"
         if why:
             problems.append(Problem("data", f"{why}.", f"{path}:{record.line}"))
-    refuse(problems)
+    refuse_lines(problems)
     return found
 
 
@@ -151,7 +117,7 @@ def refuse_long(records: Sequence[Record], spans: Sequence[Sequence[Span]], long
         if most > longest:
             rule = f"{most} tokens: the model reads {longest}. Leave --no-windows out, or shorten the text."
             problems.append(Problem("data", rule, f"{path}:{record.line}"))
-    refuse(problems)
+    refuse_lines(problems)
 
 
 @dataclass(slots=True)
@@ -175,7 +141,13 @@ class _Sums:
         per = {"token": self.tokens, "word": self.words, "byte": self.bytes}
         found = {f"perplexity_per_{name}": _perplexity(self.log_likelihood, number) for name, number in per.items()}
         bits = -self.log_likelihood / (math.log(2) * self.bytes)
-        return {**{one: getattr(self, one) for one in self.__slots__}, **found, "bits_per_byte": bits}
+        counts = {one: getattr(self, one) for one in self.__slots__}
+        return {**counts, "log_likelihood": _finite(self.log_likelihood), **found, "bits_per_byte": _finite(bits)}
+
+
+def _finite(value: float) -> float | None:
+    """Return the value, or None for the infinite one of an impossible token, which JSON cannot write."""
+    return value if math.isfinite(value) else None
 
 
 def _perplexity(log_likelihood: float, number: int) -> float | None:
@@ -216,7 +188,7 @@ def results_of(
         if record.kind != "choices":
             (value, is_greedy), tokens = own[0], several[0].num_scored
             sums[record.kind].add(value, tokens, record.scored[0])
-            one |= {"log_likelihood": value, "tokens": tokens, "perplexity": _perplexity(value, tokens)}
+            one |= {"log_likelihood": _finite(value), "tokens": tokens, "perplexity": _perplexity(value, tokens)}
             if record.kind == "completion":
                 one["is_greedy"] = is_greedy
         else:
@@ -224,7 +196,8 @@ def results_of(
             raw = [value for value, _ in own]
             per_byte = [value / len(text.encode()) for value, text in zip(raw, record.scored, strict=True)]
             best, best_per_byte = raw.index(max(raw)), per_byte.index(max(per_byte))
-            one |= {"log_likelihoods": raw, "per_byte": per_byte, "best": best, "best_per_byte": best_per_byte}
+            one |= {"log_likelihoods": [_finite(value) for value in raw], "best": best}
+            one |= {"per_byte": [_finite(value) for value in per_byte], "best_per_byte": best_per_byte}
             if record.answer is not None:
                 one["answer"] = record.answer
                 right.append((best == record.answer, best_per_byte == record.answer))

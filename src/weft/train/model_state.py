@@ -363,10 +363,15 @@ def resume(
     return [*told, *engine.error_feedback.take(GroupSource(checkpoint, "owed"))]
 
 
-def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+def load_model(model: nn.Module, checkpoint: Checkpoint, *, is_part: bool = False) -> None:
     """Load the weights and buffers of a checkpoint of any plan into a parallelized model. All ranks call it.
 
     For a model with an adapter, the frozen parameters of its base are unchanged.
+
+    Args:
+        model: the result of `parallelize`.
+        checkpoint: an open checkpoint.
+        is_part: True if blocks were removed from the model before `parallelize`.
 
     Raises:
         CheckpointError: if the checkpoint belongs to another model.
@@ -376,8 +381,8 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)
     shapes = {axes.saved_name(name): axes.full_shape(name, tensor.shape) for name, tensor in own.items()}
     shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
-    # A pipeline stage loads only its own tensors.
-    _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
+    is_part = is_part or axes.stages.size > 1  # a pipeline stage loads only its own tensors
+    _check_names(shapes, {name: saved[name] for name in saved if name in shapes} if is_part else saved)
     if left_out:
         for one in engine.model_slices():
             if one.name not in left_out:

@@ -374,7 +374,7 @@ class FlowStep:
             if mark is not None and leaf.shape[mark.dim] != output.shape[mark.dim + shift]:
                 self.reason = f"a single feature is combined with all others in `{self.name}`"
                 return
-            if mark is None and leaf.requires_grad and not self.flow.trusted:
+            if mark is None and leaf.requires_grad:
                 self.flow.met[id(leaf)] = self.flow.met.get(id(leaf), frozenset()) | self.first.sources
                 if not self.flow.is_param(leaf):
                     self.reason = f"its features meet a tensor with a gradient in `{self.name}` that no cut layer made"
@@ -556,7 +556,7 @@ class FlowStep:
         place = self.args[0].dim() - 3
         mask = self._argument(3, "attn_mask")
         known = self.flow.of(mask)
-        if known is None and isinstance(mask, torch.Tensor) and mask.requires_grad and not self.flow.trusted:
+        if known is None and isinstance(mask, torch.Tensor) and mask.requires_grad:
             self.reason = "its heads are combined with a mask with a gradient that is not from a sharded layer"
             return
         if known is not None and known.dim != mask.dim() - 3:

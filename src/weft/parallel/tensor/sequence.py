@@ -173,7 +173,12 @@ def plan_sequence(
             f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
             "blocks. Use sp=off."
         )
-    is_pair = len(chains) == 2 and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    # Other second lists, such as an encoder's convolutions, have other tokens.
+    is_pair = (
+        len(chains) == 2
+        and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        and any(second_states(block) for block in repeated_blocks(model).values())
+    )
     if len(chains) != 1 and hasattr(model, "base_model_prefix") and not is_pair:
         raise LayoutError(
             f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "

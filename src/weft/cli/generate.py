@@ -1,33 +1,22 @@
-"""`weft generate` and `weft eval`: a trained model answers prompts, or the tasks of lm-evaluation-harness."""
+"""`weft generate`: a trained model answers prompts."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft import env
-from weft.cli.ckpt import ONE_HELP, one_of
-from weft.cli.console import print_line, table
 from weft.cli.generate_file import FileOptions, generate_for_file
-from weft.errors import ConfigError, MissingExtra, did_you_mean
+from weft.errors import ConfigError, did_you_mean
 from weft.hub import downloaded_folder, is_hub_text
 
 if TYPE_CHECKING:
-    from weft.checkpoint.load import Checkpoint
     from weft.config.run_config import SampleSection
     from weft.data.text.turns import Turn
-    from weft.train.folder import RunFolder
     from weft.train.tasks.generation import TextModel
-
-# pyright: reportMissingImports=false, reportUnknownVariableType=false
-# lm-eval is an optional dependency that only this module uses.
 
 
 def generate(
@@ -76,9 +65,12 @@ def generate(
         str | None, typer.Option(help="With --prompts: fp32, bf16, fp16 or fp64.", show_default="the plan's")
     ] = None,
     device: Annotated[str, typer.Option(help="With --prompts: auto, cpu or cuda.")] = "auto",
+    memory: Annotated[
+        str | None, typer.Option(help="With --prompts: memory for weights, such as 2GiB; others are read from files.")
+    ] = None,
 ) -> None:
     """Answer a question with a model that was trained on conversations, or continue a text with any other."""
-    options = FileOptions(out, plan, samples, rows, top_p, dtype, device)
+    options = FileOptions(out, plan, samples, rows, top_p, dtype, device, memory)
     options.expect_prompts(prompts)
     if prompts is not None and (prompt is not None or messages or chat):
         raise ConfigError(f"--prompts={prompts}: the file has the prompts. Leave out --prompt, --messages and --chat.")
@@ -194,130 +186,3 @@ def refuse_no_run(run: Path) -> None:
     kept = RunFolder(run).checkpoints
     if not kept.is_dir() or not any(step_in_name(path.name) is not None for path in kept.iterdir()):
         raise ConfigError(f"RUN={run}: this run has no checkpoint yet. Train it first: weft train {run}/config.toml")
-
-
-# `weft eval`: tasks of EleutherAI's lm-evaluation-harness, with data on this machine.
-
-#: Columns that are omitted from the table. Standard errors are omitted too: they are shown next to their values.
-_SILENT = ("alias", "sample_len", "name")
-
-
-def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=ONE_HELP)],
-    tasks: Annotated[str, typer.Option(help="Names of tasks of lm-eval, with commas.")],
-    task_folder: Annotated[
-        Path | None, typer.Option(help="Folder with tasks of your own: YAML files as lm-eval reads them.")
-    ] = None,
-    few_shot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt.", show_default="task's")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.", show_default="all")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Questions that are computed together.")] = 8,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Evaluate a trained model with lm-eval on local data. Nothing is downloaded."""
-    env.default_for_libraries(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    if not names:
-        raise ConfigError("--tasks: it names no task. Use --tasks arc_easy or a task of --task-folder.")
-    known = _known_tasks(task_folder)
-    for name in names:
-        if not known.match_tasks([name]):
-            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
-            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
-    from weft.checkpoint.load import load_checkpoint
-
-    folder, opened = _trained(run), load_checkpoint(one_of(run), verify=True)
-    _expect_data(known, names)
-    settings = {"num_fewshot": few_shot, "limit": limit, "apply_chat_template": chat}
-    with tempfile.TemporaryDirectory(dir=folder.path, prefix=".weft-eval-") as work:
-        model = _written(opened, folder, Path(work) / "model", dtype)
-        found = _figures(model, known, names, batch_size, settings)
-    file = folder.path / "evals" / f"step_{opened.step:08d}.json"
-    file.parent.mkdir(exist_ok=True)
-    before = json.loads(file.read_text()) if file.is_file() else {}  # earlier results of other tasks at this step
-    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(before | found, indent=1) + "\n")
-    os.replace(draft, file)
-    if as_json:
-        print(json.dumps({"step": opened.step, "tasks": found}, indent=1))
-        return
-    for line in _table(found):
-        print(line)
-    print_line(f"step {opened.step} of {folder.path}: also in {file}.")
-
-
-def _known_tasks(folder: Path | None) -> Any:
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--task-folder={folder}: there is no such folder. Give one with YAML files of tasks.")
-    try:
-        from lm_eval.tasks import TaskManager
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("lm_eval", "datasets", "accelerate"):
-            raise
-        raise MissingExtra("lm-eval", "eval", "weft eval") from error
-    return TaskManager(include_path=str(folder) if folder is not None else None)
-
-
-def _expect_data(known: Any, names: Sequence[str]) -> None:
-    try:
-        known.load(known.match_tasks(list(names)))
-    except Exception as error:  # data readers may raise any exception
-        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError(
-            f"--tasks={','.join(names)}: their data cannot be read ({said.rstrip('.')}). Weft downloads nothing: "
-            "fetch it with the datasets package before, or give a --task-folder whose tasks name local files."
-        ) from error
-
-
-def _trained(run: str) -> RunFolder:
-    from weft.train.folder import RunFolder
-    from weft.train.tasks.export import is_exportable
-
-    path = Path(run)
-    folder = RunFolder(path if path.is_dir() else Path(run.rpartition("@")[0] or run))
-    if not (folder.path / "config.toml").is_file():
-        raise ConfigError(f"RUN={run}: this folder is not a run; it has no config.toml. Give a run's folder.")
-    if not is_exportable(folder):
-        raise ConfigError(
-            f"RUN={run}: transformers does not support this model, and lm-eval needs it. Use another run."
-        )
-    return folder
-
-
-def _written(opened: Checkpoint, folder: RunFolder, out: Path, dtype: str | None) -> Path:
-    from weft.cli.export import expect_format, export_weights
-
-    expect_format(dtype)
-    export_weights(opened, out, dtype=dtype, run=folder, merged=opened.state.get("adapter") is not None)
-    return out
-
-
-def _figures(
-    model: Path, known: Any, names: Sequence[str], batch_size: int, settings: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
-    from weft.comm.gpu_settings import pick_device
-
-    answers = simple_evaluate(
-        model=HFLM(pretrained=str(model), dtype="auto", device=str(pick_device("auto", 0)), batch_size=batch_size),
-        tasks=list(names), task_manager=known, log_samples=False, bootstrap_iters=1000, **settings,
-    )  # fmt: skip
-    results: dict[str, dict[str, Any]] = answers["results"]
-    return {
-        task: {key.removesuffix(",none"): value for key, value in figures.items() if key not in _SILENT}
-        for task, figures in results.items()
-    }
-
-
-def _table(found: dict[str, dict[str, Any]]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("task", "figure", "value", "+-")]
-    for task, figures in found.items():
-        for key, value in figures.items():
-            if isinstance(value, float) and "_stderr" not in key:
-                name, _, kind = key.partition(",")
-                error = figures.get(f"{name}_stderr" + (f",{kind}" if kind else ""))
-                rows.append((task, key, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "-"))
-    return table(rows, right=(2, 3))
