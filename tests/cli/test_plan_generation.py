@@ -48,7 +48,18 @@ def test_step_of_grpo_is_sampling_and_training(capsys):
     assert best["rows"] == 32
     assert best["total_s"] > best["generation_s"] > 0
     assert run([*words, "--fix", "zero=3"]) == 0
-    assert " of sampling, " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert " of sampling, " in out
+    assert "each rank with a whole copy of the weights" in out
+    assert run([*words, "--fix", "tp=2 cp=1 pp=1 zero=1", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    assert (best["is_copied"], best["rows"], best["waves"]) == (False, 64, 1)
+
+
+def test_grpo_refuses_stages_without_memory_for_a_whole_copy(capsys):
+    words = ["plan", "llama3-70b", "8x8xh100", "--for", "grpo", "--prompt", "100", "--new", "200", "--batch", "16x8"]
+    assert run([*words, "--fix", "pp=8", "--reasons"]) == NOTHING_FITS
+    assert "under pp and cp, each rank needs 131 GiB for a whole copy" in capsys.readouterr().out
 
 
 def test_folder_with_states_of_fixed_size_is_planned(tmp_path, capsys):

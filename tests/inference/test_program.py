@@ -102,7 +102,7 @@ def test_wrong_words_are_refused(folder, tmp_path, capsys):
         ("--to", "onnx"): "--to onnx: it is program",
         ("--to", "program", "--own-names"): "--own-names: it sets something else",
         ("--to", "program", "--dtype", "q8_0"): "--dtype q8_0",
-        ("--to", "program", "--step", "3"): "which has no checkpoints",
+        ("--to", "program", "--step", "3"): "and has no checkpoints",
     }.items():
         assert main.run(["export", str(folder), str(tmp_path / "out.pt2"), *words]) == 2
         assert said in capsys.readouterr().err

@@ -347,7 +347,6 @@ def _export_program(
 ) -> None:
     """Write a program of torch.export. `others`: options that do not belong to it."""
     from weft.cli.export import expect_format
-    from weft.cli.inference import source_folder
 
     if to != "program":
         raise ConfigError(f"--to {to}: it is program. Leave it out for a folder, or use --gguf FILE for llama.cpp.")
@@ -357,7 +356,9 @@ def _export_program(
     name, _, at = run.rpartition("@")
     if name and at.isdecimal() and not Path(run).exists():
         run, step = name, int(at) if step is None else step
-    source = source_folder(run, step)
+    source = Path(run if Path(run).is_dir() else downloaded_folder(run, "RUN"))
+    if step is not None and not (source / "config.toml").is_file():
+        raise ConfigError(f"--step={step}: {source} is not a run, and has no checkpoints. Leave it out.")
     file = folder_of("OUT", out or f"{source.resolve().name}.pt2")
     from weft.inference.program import export_program
 

@@ -321,7 +321,7 @@ def _described(model: str, save: Path | None, *, caches: bool) -> str | TracedMo
     User code is traced, and a config with a task is described by the task. A size, a folder or a saved model is read.
     The config of a text decoder is returned as its file name. Only tracing needs torch. A traced model is written to
     `save`, and other models raise ConfigError if `save` is given. For a config with a task, `save` is ignored.
-    caches: True to also measure what the layers of a traced folder keep for a generated text.
+    caches: True to measure the caches of generated texts, too, if a folder is traced.
     """
     if note := size_hides(model):
         print_line(note)

@@ -1,4 +1,4 @@
-"""What the layers of a Hugging Face model keep for each text that is generated, for the planner."""
+"""Sizes of the caches of a Hugging Face model, for the planner."""
 
 from __future__ import annotations
 

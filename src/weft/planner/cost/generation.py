@@ -40,7 +40,7 @@ _HOST = 3.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheKind:
-    """What some layers of a model keep for each text.
+    """Cache of some layers of a model, for each text.
 
     Attributes:
         layers: number of layers of this kind.
@@ -65,7 +65,7 @@ class CacheKind:
 
 
 def cache_kinds(shape: Shape) -> tuple[CacheKind, ...]:
-    """Return what the layers of a decoder keep; () for a traced model, whose caches are unknown."""
+    """Return the kinds of caches of a decoder; () for a traced model, whose caches are unknown."""
     if isinstance(shape, TracedShape):
         return ()
     if shape.kv_rank:  # transformers keeps latent vectors, and expands them in each forward
@@ -85,7 +85,7 @@ class Texts:
         prompt: tokens of each prompt.
         new: new tokens of each text.
         batch: number of texts over all ranks.
-        most_rows: a data rank generates at most this many at once, and the others afterwards.
+        most_rows: maximum number of texts that a data rank generates together; the others follow.
     """
 
     prompt: int
@@ -94,7 +94,7 @@ class Texts:
     most_rows: int = 10**9
 
     def rows(self, data_ranks: int) -> tuple[int, int]:
-        """Return how many texts a data rank generates at once, and how often."""
+        """Return the number of texts that a data rank generates together, and the number of such batches."""
         own = -(-self.batch // data_ranks)
         waves = -(-own // self.most_rows)
         return -(-own // waves), waves
@@ -119,7 +119,7 @@ class GenerationEstimate:
     """Prediction for one plan. Times are in seconds, memory is in bytes of the rank that uses the most.
 
     Attributes:
-        rows, waves: texts that a data rank generates at once, and how often.
+        rows, waves: texts that a data rank generates together, and the number of such batches.
         first: time by term until all texts of a wave have their first token.
         token: time by term of one further token of each text.
         memory: bytes by class.
@@ -140,7 +140,7 @@ def estimate_generation(
 
     Args:
         shape: the model.
-        kinds: what its layers keep (`cache_kinds`).
+        kinds: caches of its layers (`cache_kinds`).
         cluster: the machines.
         tables: constants of the cost model.
         plan: fields that matter only in training have their defaults.
@@ -263,7 +263,7 @@ class _Rank:
         """Return the bytes by class.
 
         Args:
-            texts, rows: the texts, and how many a data rank generates at once.
+            texts, rows: the texts, and the number that a data rank generates together.
             group: prompts in one forward.
             size: columns that growing caches allocate at the end.
         """

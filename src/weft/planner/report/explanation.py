@@ -214,9 +214,9 @@ def term_bars(title: str, terms: Mapping[str, float], words: Mapping[str, str]) 
     """Return the terms above zero as text lines with consecutive bars, the longest first.
 
     Args:
-        title: what the terms add up to.
+        title: name of the sum.
         terms: seconds by name.
-        words: display text by name.
+        words: display texts by name.
     """
     whole, done = sum(terms.values()), 0.0
     lines = [f"{title:<7} {format_seconds(whole)}"]

@@ -27,10 +27,12 @@ from weft.units import format_bytes
 KINDS = ("generate", "grpo")
 #: Fields of plans that generation depends on.
 _FIELDS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "precision")
-#: Completions that a rank samples at once in a step of grpo, and training layouts that are tried.
+#: Completions that a rank samples together in a step of grpo, and training layouts that are tried.
 _GRPO_ROWS, _LAYOUTS = 64, 40
-#: Classes of memory outside tensors.
-_OUTSIDE = ("communicators", "context", "reserve")
+#: Share of the free memory that a whole copy of the weights may take in a step of grpo.
+_COPY_SHARE = 0.7
+#: Classes of memory outside tensors, and classes that training keeps between steps.
+_OUTSIDE, _STATES = ("communicators", "context", "reserve"), ("parameters", "gradients", "optimizer", "communicators")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class GenerationQuestion:
         asked: model, machines, fixed fields and, for grpo, the training job.
         texts: the texts that are generated together.
         completions: completions of each prompt.
-        kinds: what the model's layers keep.
+        kinds: caches of the model's layers.
     """
 
     kind: str
@@ -56,7 +58,7 @@ class GenerationQuestion:
         cls, kind: str, model: Any, cluster: Any, *, prompt: int | None, new: int | None, batch: str | None,
         fixed: str = "", **options: Any,
     ) -> GenerationQuestion:  # fmt: skip
-        """Return a query from the words of a command.
+        """Return a query from options of a command.
 
         Args:
             kind: one of KINDS.
@@ -141,7 +143,7 @@ class GenerationCandidate:
 
     Attributes:
         plan: the plan, for grpo with the fields of training.
-        is_copied: True if each rank generates with a whole copy of the weights, as in steps of grpo under pp and cp.
+        is_copied: True if each rank generates with a whole copy of the weights, in steps of grpo.
         step: the plan's training step, for grpo.
         memory: bytes by class; for grpo of training or generation, whichever needs more.
         fits: probability that the plan fits into usable_bytes.
@@ -158,7 +160,7 @@ class GenerationCandidate:
 
     @property
     def first_s(self) -> float:
-        """Time until all texts that are generated at once have their first token."""
+        """Time until all texts of a batch have their first token."""
         return sum(self.estimate.first.values())
 
     @property
@@ -180,7 +182,7 @@ class GenerationCandidate:
 
     @property
     def total_s(self) -> float:
-        """Time by which plans are ranked: of the whole batch, and for grpo of the step with it."""
+        """Time that ranks plans: generation, and for grpo the training step too."""
         return self.generation_s + (self.step.step_s if self.step is not None else 0.0)
 
     @property
@@ -227,8 +229,12 @@ def answer_generation(question: GenerationQuestion) -> GenerationAnswer:
     refused: dict[str, Refused] = {}
     if question.kind == "grpo":
         trained = answer(question.asked)
-        found = [_with_step(question, one) for one in trained.layouts(_LAYOUTS)]
+        tried = [_with_step(question, one) for one in trained.layouts(_LAYOUTS)]
+        found = [one for one in tried if isinstance(one, GenerationCandidate)]
         refused, num_plans = {one.name: one for one in trained.refused}, trained.num_plans
+        for one in tried:
+            if isinstance(one, Refused):
+                refused.setdefault(one.name, replace(one, count=0)).count += 1
     else:
         plans = list(_plans(question))
         found, num_plans = list[GenerationCandidate](), len(plans)
@@ -282,15 +288,21 @@ def _broken_rule(question: GenerationQuestion, plan: Plan) -> tuple[str, str] | 
     return None
 
 
-def _with_step(question: GenerationQuestion, one: Candidate) -> GenerationCandidate:
-    """Return a training plan with generation on its ranks."""
-    plan, copies = one.plan, one.plan.pp > 1 or one.plan.cp > 1
-    used = Plan(dp_replicate=plan.world_size, precision=plan.precision)
-    if not copies:
-        values = {name: getattr(plan, name) for name in _FIELDS}
-        used = Plan().replace(**{**values, "zero": 3 if plan.zero == 3 else 0})
+def _with_step(question: GenerationQuestion, one: Candidate) -> GenerationCandidate | Refused:
+    """Return a training plan with generation on its ranks, as `complete` of weft/train/script/generating.py does it."""
+    plan, shape = one.plan, question.asked.job.shape
     limited = replace(question, texts=replace(question.texts, most_rows=_GRPO_ROWS))
-    return _candidate(limited, plan, used, one, is_copied=copies)
+    room = one.usable_bytes - sum(one.memory[name] for name in (*_STATES, "context"))
+    copy = shape.num_params * (4.0 if plan.precision in ("fp32", "tf32") else 2.0)
+    is_small, must = copy <= _COPY_SHARE * room, plan.pp > 1 or plan.cp > 1
+    if must and not is_small:
+        needs = f"under pp and cp, each rank needs {format_bytes(copy)} for a whole copy of the weights"
+        return Refused("whole-copy", 1, plan, f"{needs}, and {format_bytes(room)} are free. Use tp or zero=3.")
+    if must or (plan.zero == 3 and is_small):
+        used = Plan(dp_replicate=plan.world_size, precision=plan.precision)
+        return _candidate(limited, plan, used, one, is_copied=True)
+    values = {name: getattr(plan, name) for name in _FIELDS}
+    return _candidate(limited, plan, Plan().replace(**{**values, "zero": 3 if plan.zero == 3 else 0}), one)
 
 
 def _candidate(
@@ -304,7 +316,7 @@ def _candidate(
     memory = dict(estimate.memory)
     if step is not None:
         copy = memory["parameters"] if is_copied else 0.0
-        memory |= {name: step.memory[name] for name in ("parameters", "gradients", "optimizer", "communicators")}
+        memory |= {name: step.memory[name] for name in _STATES}
         memory["parameters"] += copy
         memory = memory if sum(memory.values()) > step.total_bytes else dict(step.memory)
     usable = tables.memory_bytes * tables.usable

@@ -49,7 +49,7 @@ class PlannedModel:
         frozen: forwards of a step without gradients.
         task_limits: the task's limits for plans, in addition to the model's.
         folder: folder of a Hugging Face model.
-        caches: what the layers keep for each generated text, if it was measured; (): by the shape.
+        caches: caches of generated texts, if they were measured; (): the shape determines them.
         is_transposed: True if linear layers store weights as (inputs, outputs), which cannot be quantized in blocks.
     """
 
