@@ -156,7 +156,7 @@ def own_difference(case: Any) -> float:
         ValueError: if gradients differ from one call to the next, because forward draws random numbers.
     """
     batch = case.batch(0)
-    size = len(batch["labels"])
+    size = len(next(iter(batch.values())))
     first = _gradients(case, batch)
     norms = {name: float(grad.norm()) for name, grad in first.items()}
     floor = 1e-6 * max(norms.values())
@@ -177,7 +177,7 @@ def _gradients(case: Any, batch: Any, seed: int = 0, *, last_bits: bool = False)
     torch.manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters() if last_bits else ():
-            signs = torch.randint(-1, 2, param.shape, generator=torch.Generator().manual_seed(0))
+            signs = torch.randint(-1, 2, param.shape, generator=torch.Generator().manual_seed(0)).double()
             param.mul_(1 + signs * 2.0**-52)
     loss, _ = case.loss(case.forward(model, batch), batch)
     loss.backward()

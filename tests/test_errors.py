@@ -19,6 +19,7 @@ def test_every_error_is_a_weft_error_and_most_are_usage_errors():
     assert {kind.__name__: kind.exit_code for kind in kinds if kind.exit_code != 2} == {
         "CommError": 1,
         "TrainingHalted": 3,
+        "StepRefused": 3,
         "OutOfMemory": 4,
     }
 

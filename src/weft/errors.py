@@ -10,6 +10,7 @@
     ├── CommError                      ranks cannot connect, or disagree
     ├── LaunchError                    ranks could not be started, or the machine lacks a requested resource
     ├── TrainingHalted                 the run stopped: non-finite values, a limit
+    │   └── StepRefused                a step could not begin, such as for lack of rewards; the run pauses
     ├── ActionAsked                    the run stopped on request: to pause, or to roll back to an older checkpoint
     ├── OutOfMemory (MemoryError)      a rank is out of memory; the message lists the memory in use and fixes
     └── MissingExtra (ImportError)     an optional dependency is not installed
@@ -119,6 +120,10 @@ class TrainingHalted(WeftError):
     """The run stopped before its weights were damaged. The message has the cause and how to continue."""
 
     exit_code = 3
+
+
+class StepRefused(TrainingHalted):
+    """A step could not begin, on all ranks, because of its data. The last step's weights are unchanged."""
 
 
 class ActionAsked(WeftError):

@@ -159,8 +159,8 @@ UNKNOWN = {
         "unknown key 'data.train.0.schema_'. Did you mean 'data.train.0.schema'?"
     ),
     '"two words" = 1': "unknown key '\"two words\"'. A config has plan, layout, seed, run, task, model, adapter, "
-    "tokenizer, data, optimizer, schedule, train, eval, checkpoint, resume, memory, kernels, sample, log, launch, "
-    "monitor, alerts, alert, channel, sink.",
+    "grpo, tokenizer, data, optimizer, schedule, train, eval, checkpoint, resume, memory, kernels, sample, log, "
+    "launch, monitor, alerts, alert, channel, sink.",
 }
 
 

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -261,16 +261,8 @@ class Computed:
     make: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRun:
-    """Bytes that are consecutive both in a file and in a tensor.
-
-    Attributes:
-        file: name of the file.
-        offset: position of the first byte in the file.
-        start: position of the first byte in the tensor.
-        num_bytes: their number.
-    """
+class ByteRun(NamedTuple):
+    """Bytes that are consecutive both in a file, from `offset` on, and in a tensor, from byte `start` on."""
 
     file: str
     offset: int
@@ -312,7 +304,7 @@ class JoinedTensors:
         return JoinedTensors(self._stored, self.entries, self._finite)
 
     def byte_runs(self, name: str) -> list[ByteRun] | None:
-        """Return where a tensor's bytes are in the files; None if they must be rearranged or computed.
+        """Return the locations of a tensor's bytes in the files; None if they must be rearranged or computed.
 
         Raises CheckpointError if a file is missing or damaged.
         """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -308,8 +308,16 @@ def export(
     check: Annotated[
         bool, typer.Option(help="With --gguf: read the file back and compare greedy tokens, in fp32.")
     ] = True,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="program", help="Write a program of torch.export, FOLDER is then OUT.pt2."),
+    ] = None,
 ) -> None:
     """Write a model that transformers loads: safetensors, config, tokenizer, model card. Any plan may have saved it."""
+    if to is not None:
+        others = {"gguf": gguf, "like": like, "own-names": own_names, "group": group != "model", "no-check": not check}
+        _export_program(to, run, out, step, dtype, others)
+        return
     from weft.cli.export import DTYPES, GGUF_DTYPES, expect_format, export_gguf, export_weights
 
     if (out is None) == (gguf is None):
@@ -332,6 +340,29 @@ def export(
         return
     files = export_weights(opened, folder, group=group, dtype=dtype, like=base, run=trained, merged=merge)
     print_line(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
+
+
+def _export_program(
+    to: str, run: str, out: str | None, step: int | None, dtype: str | None, others: Mapping[str, Any]
+) -> None:
+    """Write a program of torch.export. `others`: options that do not belong to it."""
+    from weft.cli.export import expect_format
+    from weft.cli.inference import source_folder
+
+    if to != "program":
+        raise ConfigError(f"--to {to}: it is program. Leave it out for a folder, or use --gguf FILE for llama.cpp.")
+    if other := next((name for name, value in others.items() if value), ""):
+        raise ConfigError(f"--{other}: it sets something else to write than --to program. Leave it out.")
+    expect_format(dtype)
+    name, _, at = run.rpartition("@")
+    if name and at.isdecimal() and not Path(run).exists():
+        run, step = name, int(at) if step is None else step
+    source = source_folder(run, step)
+    file = folder_of("OUT", out or f"{source.resolve().name}.pt2")
+    from weft.inference.program import export_program
+
+    line = export_program(source, file, step=step, dtype=dtype or "fp32")
+    print_line(f"{source} is in {file}: {line}.")
 
 
 def _trained(run: str) -> RunFolder | None:

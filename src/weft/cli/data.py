@@ -156,7 +156,7 @@ def _task(config: RunConfig) -> DecoderTask:
     from weft.train.tasks.registry import find_task
 
     task = find_task(config)
-    if not isinstance(task, DecoderTask):
+    if not isinstance(task, DecoderTask) or not task.has_documents:
         rule = f"task.name={config.task.name}: its data is not tokenised text. Leave the task out to look at text."
         raise ConfigError([Problem("task.name", rule)])
     return task

@@ -15,7 +15,8 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line
-from weft.cli.plan_view import Findings, print_findings, print_fits, print_json, print_runs, write_files
+from weft.cli.plan_generation import Batch, GenerationOptions, New, Prompt, Purpose, plan_generation
+from weft.cli.plan_view import NOTHING_FITS, Findings, print_findings, print_fits, print_json, print_runs, write_files
 from weft.config.cluster import described_clusters
 from weft.config.model_spec import size_hides
 from weft.config.parsing import MODEL_CODE
@@ -180,9 +181,6 @@ def learn_from(run: Path, path: Path | None) -> None:
 
 # The command. It does not import torch.
 
-#: Exit code if no plan fits. It is also the exit code of a rank that runs out of memory.
-NOTHING_FITS = 4
-
 
 def plan(
     model: Model = None,
@@ -214,35 +212,48 @@ def plan(
     refine: Refine = 0.0,
     profile: ProfileFile = None,
     learn: Learn = None,
+    purpose: Purpose = None,
+    prompt: Prompt = None,
+    new: New = None,
+    batch: Batch = None,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
-    if "numpy" not in sys.modules:  # starting BLAS threads, which stay idle, takes a third of the startup
-        env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
-    with _errors_as_json() if json else nullcontext(), _without_collections():
+    texts = GenerationOptions(purpose, prompt, new, batch)
+    data = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents, "refine_s": refine}
+    settings = {"fixed": fix, "built_only": built_only, "tier": tier, "profile": profile}
+    files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
+    others = {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
+    with _errors_as_json() if json else nullcontext(), _light_start():
         if learn is not None:
             learn_from(learn, profile)
             if model is None:
                 return
         model, cluster = _inputs(model, cluster, more, device)
-        settings = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
-        settings |= {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
-        described = _described(model, save_model)
-        if _answer_several_clusters(described, cluster, (tune, run, price), settings, as_json=json):
+        is_generation = texts.is_asked(data | files | others)
+        described = _described(model, save_model, caches=is_generation)
+        if is_generation:
+            plan_generation(texts, described, cluster, top=top, reasons=reasons, as_json=json, **settings)
             return
-        question = (
-            Question.of(described, cluster, **settings)
-            if tune is None
-            else tuned_question(described, cluster, tune, **settings)
-        )
-        found = _find(question, why_not, compare, what_if or [])
-        files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
+        if _answer_several_clusters(described, cluster, (tune, run, price), data | settings, as_json=json):
+            return
+        found = _find(_question(described, cluster, tune, data | settings), why_not, compare, what_if or [])
         write_files(found, price, **files)
-        if json:
-            print_json(found, top, price)
-        else:
-            print_findings(found, top=top, reasons=reasons, hour_price=price)
-        if found.answer.best is None and not found.only_judges:
-            raise typer.Exit(NOTHING_FITS)
+        _show(found, top, price, reasons=reasons, as_json=json)
+
+
+def _show(found: Findings, top: int, price: float | None, *, reasons: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(found, top, price)
+    else:
+        print_findings(found, top=top, reasons=reasons, hour_price=price)
+    if found.answer.best is None and not found.only_judges:
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _question(model: Any, cluster: str, tune: str | None, settings: dict[str, Any]) -> Question:
+    if tune is not None:
+        return tuned_question(model, cluster, tune, **settings)
+    return Question.of(model, cluster, **settings)
 
 
 def _inputs(model: Model, cluster: Cluster, more: More, device: Device) -> tuple[str, str]:
@@ -258,11 +269,13 @@ def _inputs(model: Model, cluster: Cluster, more: More, device: Device) -> tuple
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable the garbage collector during a block.
+def _light_start() -> Iterator[None]:
+    """Save startup time, and disable the garbage collector during a block.
 
     A plan makes many objects without cycles, and each collection would scan all of them.
     """
+    if "numpy" not in sys.modules:  # starting BLAS threads, which stay idle, takes a third of the startup
+        env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     before = gc.isenabled()
     gc.disable()
     try:
@@ -302,12 +315,13 @@ def _answer_several_clusters(
     return run is not None or tune == "all"
 
 
-def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:
+def _described(model: str, save: Path | None, *, caches: bool) -> str | TracedModel | PlannedModel:
     """Return the model to plan for.
 
     User code is traced, and a config with a task is described by the task. A size, a folder or a saved model is read.
     The config of a text decoder is returned as its file name. Only tracing needs torch. A traced model is written to
     `save`, and other models raise ConfigError if `save` is given. For a config with a task, `save` is ignored.
+    caches: True to also measure what the layers of a traced folder keep for a generated text.
     """
     if note := size_hides(model):
         print_line(note)
@@ -327,6 +341,10 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
             from weft.train.tasks.description import describe_folder
 
             found = describe_folder(Path(model))
+            if caches:
+                from weft.generation.cache_kinds import folder_caches
+
+                found = replace(read_model(found), caches=folder_caches(Path(model)))
     if save is not None:
         _save(found, save)
     return found

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from weft.planner.report.verdict import Comparison, WhyNot
     from weft.planner.search.candidate import Answer, Candidate
     from weft.planner.search.question import Question
+    from weft.planner.space.enumerate import Refused
+
+
+#: Exit code if no plan fits. It is also the exit code of a rank that runs out of memory.
+NOTHING_FITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,57 +56,66 @@ class Findings:
 _WIDE = 150
 
 
-def _console() -> Console:
+def console() -> Console:
+    """Return where `weft plan` prints."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
 
 
-def _assumed(question: Question) -> str:
+def assumed_words(question: Question) -> str:
+    """Return the defaults that were filled in, as text for a heading."""
     return f" (assumed: {' '.join(question.assumed)})" if question.assumed else ""
 
 
-def _table(texts: Sequence[str], numbers: Sequence[str], last: str) -> Table:
-    """Return a table with columns of short texts, of numbers, and of text that may be folded."""
+def table_of(texts: Sequence[str], numbers: Sequence[str], last: str, *more: str) -> Table:
+    """Return a table with columns of short texts, of numbers, of more short texts, and of text that may be folded."""
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     for title in texts:
         table.add_column(title, no_wrap=True)
     for title in numbers:
         table.add_column(title, justify="right", no_wrap=True)
+    for title in more:
+        table.add_column(title, no_wrap=True)
     table.add_column(last, overflow="fold")
     return table
 
 
 def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: float | None) -> None:
     """Print all results as text. top: number of plans to list. hour_price: dollars per device and hour, or None."""
-    console = _console()
-    _heading(console, found.answer)
+    screen = console()
+    _heading(screen, found.answer)
     if found.scenarios:  # requested variants are printed before the results of the unchanged query
-        console.print(_scenarios(found.answer, found.scenarios))
-        console.print()
+        screen.print(_scenarios(found.answer, found.scenarios))
+        screen.print()
     if found.answer.best is None:
-        _nothing(console, found.answer)
+        _nothing(screen, found.answer)
     elif not found.only_judges:
-        console.print(_ranking(found.answer, top, hour_price))
-        console.print()
-        console.print(explain(found.answer.best, hour_price), markup=False, soft_wrap=True)
+        screen.print(_ranking(found.answer, top, hour_price))
+        screen.print()
+        screen.print(explain(found.answer.best, hour_price), markup=False, soft_wrap=True)
     if reasons:
-        table = Table(box=None, pad_edge=False, header_style="bold", title="\nrefused", title_justify="left")
-        table.add_column("plans", justify="right", no_wrap=True)
-        table.add_column("reason", no_wrap=True)
-        table.add_column("an example and its error", overflow="fold")
-        for each in found.answer.refused:
-            table.add_row(f"{each.count:,}", each.name, f"{each.example}\n{each.message}")
-        console.print(table)
+        print_reasons(screen, found.answer.refused)
     for part in (found.why_not, found.comparison):
         if part is not None:
-            console.print()
-            console.print("\n".join(part.lines()), markup=False, soft_wrap=True)
+            screen.print()
+            screen.print("\n".join(part.lines()), markup=False, soft_wrap=True)
+
+
+def print_reasons(console: Console, refused: Sequence[Refused]) -> None:
+    """Print the number of refused plans by reason, with an example each."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title="\nrefused", title_justify="left")
+    table.add_column("plans", justify="right", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
+    table.add_column("an example and its error", overflow="fold")
+    for each in refused:
+        table.add_row(f"{each.count:,}", each.name, f"{each.example}\n{each.message}")
+    console.print(table)
 
 
 def _heading(console: Console, answer: Answer[Candidate]) -> None:
     question = answer.question
     console.print(
         f"[bold]{question.model.name}[/], {format_count(question.job.shape.num_params)} parameters, on "
-        f"[bold]{question.cluster}[/]: {question.work}{_assumed(question)}"
+        f"[bold]{question.cluster}[/]: {question.work}{assumed_words(question)}"
     )
     kind = "plans" if question.built_only else "plans, including those that Weft does not run yet"
     console.print(
@@ -165,7 +179,7 @@ def _nothing(console: Console, answer: Answer[Candidate]) -> None:
 
 def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Table:
     base, unit = answer.best, answer.question.unit
-    table = _table(("what if",), ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}"), "best plan")
+    table = table_of(("what if",), ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}"), "best plan")
     rows = [(each.text, each.answer.best) for each in scenarios]
     for text, best in rows if base is None else [("(unchanged)", base), *rows]:
         if best is None:
@@ -193,7 +207,7 @@ def print_runs(
         ]
         print(json.dumps(rows, indent=2))
         return any(run is not None for _, run in found)
-    console, table = _console(), _table(("on",), ("tokens", "days", "dollars", "goodput", "step"), "best plan")
+    screen, table = console(), table_of(("on",), ("tokens", "days", "dollars", "goodput", "step"), "best plan")
     for reply, run in found:
         cluster = str(reply.question.cluster)
         if run is None:
@@ -204,12 +218,12 @@ def print_runs(
         table.add_row(cluster, *figures, format_seconds(run.candidate.step_s), str(run.candidate.plan))
     first = found[0][0].question
     params = format_count(first.job.shape.num_params)
-    console.print(f"[bold]{first.model.name}[/], {params} parameters{_assumed(first)}")
-    console.print(table)
+    screen.print(f"[bold]{first.model.name}[/], {params} parameters{assumed_words(first)}")
+    screen.print(table)
     best = found[0][1]
     if best is not None:
-        console.print()
-        console.print("\n".join(best.lines()), markup=False, soft_wrap=True)
+        screen.print()
+        screen.print("\n".join(best.lines()), markup=False, soft_wrap=True)
     return best is not None
 
 
@@ -231,10 +245,10 @@ def print_fits(found: Sequence[Fit], *, as_json: bool) -> None:
         ]
         print(json.dumps(rows, indent=1))
         return
-    console, first = _console(), found[0].question
+    screen, first = console(), found[0].question
     params = format_count(first.job.shape.num_params)
-    console.print(f"[bold]{first.model.name}[/], {params} parameters: {first.work}{_assumed(first)}")
-    table = _table(("on", "tune"), ("trained", "memory", "of", "step", f"{first.unit}/s"), "best plan")
+    screen.print(f"[bold]{first.model.name}[/], {params} parameters: {first.work}{assumed_words(first)}")
+    table = table_of(("on", "tune"), ("trained", "memory", "of", "step", f"{first.unit}/s"), "best plan")
     for one in found:
         cells, plan = [str(one.question.cluster), one.tune, format_count(_num_trained(one))], one.smallest
         if plan is None:
@@ -245,7 +259,7 @@ def print_fits(found: Sequence[Fit], *, as_json: bool) -> None:
             table.add_row(*cells, "-", "-", f"does not fit; needs least: {plan.plan}")
         else:
             table.add_row(*cells, format_seconds(plan.step_s), format_count(plan.tokens_per_s), str(plan.plan))
-    console.print(table)
+    screen.print(table)
 
 
 def _num_trained(one: Fit) -> float:

@@ -34,7 +34,7 @@ _FIRST_WORD_S = 3.0
 
 #: Config sections that rank 0's message must not change, because they select the code to run and the files to read and
 #: write. It may only add the commits of models on the hub.
-_OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint", "model")
+_OF_THE_COMMAND = ("run", "task", "grpo", "channel", "sink", "checkpoint", "model")
 
 
 def train(

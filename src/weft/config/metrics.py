@@ -85,6 +85,19 @@ _TRAINING = (
     MetricSpec("eval.loss", "", "Mean loss of the last evaluation.", worse="high"),
     MetricSpec("eval.metric", "", "A metric of the last evaluation.", label="metric"),
 )  # fmt: skip
+_REWARDS = (
+    MetricSpec("rl.reward", "", "Mean reward of a step's completions, by function.", label="function", worse="low"),
+    MetricSpec("rl.reward_std", "", "Standard deviation of these rewards.", label="function"),
+    MetricSpec("rl.reward_errors", "", "Completions of a step without a valid reward.", worse="high"),
+    MetricSpec("rl.length", "", "Mean number of sampled tokens of a step's completions."),
+    MetricSpec("rl.length_max", "", "Largest number of sampled tokens."),
+    MetricSpec("rl.truncated", "ratio", "Share of completions that grpo.max_tokens ended.", worse="high"),
+    MetricSpec("rl.entropy", "", "Mean -log p of the sampled tokens, an estimate of the entropy, in nats."),
+    MetricSpec("rl.kl", "", "Mean KL divergence from the reference or the teacher per token, in nats."),
+    MetricSpec("rl.clipped", "ratio", "Share of tokens whose loss is clipped.", worse="high"),
+    MetricSpec("rl.mismatch", "", "Mean of |log p(trainer) - log p(sampler)| over sampled tokens.", worse="high"),
+    MetricSpec("rl.mismatch_max", "", "Maximum of |log p(trainer) - log p(sampler)| in a step.", worse="high"),
+)  # fmt: skip
 _SPEED = (
     MetricSpec("step_s", "s", "Seconds of one step.", worse="high"),
     MetricSpec("tokens_per_s", "", "Throughput of all ranks in the run's unit, such as tokens.", worse="low"),
@@ -149,7 +162,9 @@ _RUN = (
 )  # fmt: skip
 
 #: Metrics by name, in the order of the docs.
-METRICS: Mapping[str, MetricSpec] = {each.name: each for each in (*_TRAINING, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_RUN)}
+METRICS: Mapping[str, MetricSpec] = {
+    each.name: each for each in (*_TRAINING, *_REWARDS, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_RUN)
+}
 #: Short names that conditions may use, and the full names of their metrics.
 SHORT: Mapping[str, str] = {"disk.free": "disk.free_bytes", "host.memory_free": "host.memory_free_bytes"}
 
@@ -468,6 +483,10 @@ STANDARD: tuple[StandardAlert, ...] = (
     StandardAlert(
         "no-progress", "eval.loss no better for 10 evaluations", "warning",
         "The evaluation loss no longer falls: stop, lower optimizer.lr, or use more data.",
+    ),
+    StandardAlert(
+        "sampler-mismatch", "rl.mismatch > 0.1 for 3 steps", "warning",
+        "Sampler and trainer disagree: use the same precision, or set grpo.importance_cap=2.",
     ),
     StandardAlert(
         "slow-rank", "rank.lag > 1.15 for 30s", "warning",

@@ -19,6 +19,7 @@ from weft.config.sections import (
     Duration,
     Extent,
     Fraction,
+    GrpoSection,
     KernelSection,
     LaunchSection,
     MemorySection,
@@ -61,9 +62,9 @@ class TaskSection(Section):
     name: TaskName | None = None
     """masked_lm, classify_text, classify_tokens, seq2seq, embed, reward, transcribe, or chat for conversations with
     images and audio, with the Hugging Face folder of model.path; prefer, which learns from preferred answers; distill,
-    which follows a teacher; classify_images and classify_audio, with images and audio clips; or your own task as
-    package.module:Class, importable from this folder, or path/to/file.py:Class. Short form: `task = "classify_text"`.
-    By default a decoder trained on text."""
+    which follows a teacher; grpo, which learns from rewards; classify_images and classify_audio, with images and audio
+    clips; or your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form:
+    `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
@@ -378,6 +379,7 @@ class RunConfig(Section):
     task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
     adapter: AdapterSection = AdapterSection()
+    grpo: GrpoSection = GrpoSection()
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()

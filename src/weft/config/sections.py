@@ -40,7 +40,7 @@ _CODE_NAME = "[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
 #: Named tasks; `find_task` maps them to classes. These tasks train the model in a Hugging Face folder.
 FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed", "reward")
 #: These tasks train the text decoder with another loss.
-TEXT_TASKS = ("prefer", "distill")
+TEXT_TASKS = ("prefer", "distill", "grpo")
 #: These tasks train networks for images, audio and text, with new weights or from a folder.
 MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast", "chat")
 TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
@@ -171,6 +171,69 @@ class AdapterSection(Section):
     trainable_tokens: TokenList = "added"
     """Tokens whose rows of the input embedding, and of an output layer that shares its weight, are trained: ids, and
     tokens as text. added: those of `tokenizer.add_tokens`, also in an output layer with its own weight."""
+
+
+# [grpo]: learning from rewards.
+
+CodeName = Annotated[
+    str,
+    _text(
+        r"^([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*$",
+        "a function as path/to/file.py:function or package.module:function",
+    ),
+]
+CodeNames = Annotated[
+    tuple[CodeName, ...], Strict(False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+]
+
+
+class GrpoSection(Section):
+    """Learning from rewards: settings of task.name=grpo."""
+
+    method: Literal["grpo", "dr_grpo", "rloo", "distill"] = "grpo"
+    """Advantage of a completion, from the rewards of its group, the completions of one prompt. grpo: reward minus mean,
+    divided by the standard deviation (arXiv 2402.03300); dr_grpo: reward minus mean (2503.20783); rloo: reward minus
+    the mean of the others (2402.14740). distill: no group; each token's advantage is the teacher's log probability
+    minus the model's, whose mean is the negative reverse KL divergence."""
+    reward: CodeNames = Field(default=(), examples=["rewards.py:correct"])
+    """Reward functions. Each gets lists by name: prompts, completions (texts), completion_ids, and all columns of the
+    data; it returns a number for each completion. It runs in a separate process."""
+    reward_weights: tuple[float, ...] = Field(default=(), strict=False, examples=[[1.0, 0.2]])
+    """Weight of each function in the sum of rewards; by default 1."""
+    reward_timeout: Duration = "1m"
+    """Time limit of one call of a reward function, and of a `rollout` function between two samples. A function that
+    takes longer is killed."""
+    reward_errors: Literal["pause", "count"] = "pause"
+    """What to do if a function raises, takes too long, or returns nan, None or too few values. pause: save, and pause
+    the run; count: the affected completions have advantage 0 and do not count in their group, and a metric counts
+    them."""
+    prompt: str = "prompt"
+    """Column of the data with the prompt: a text, or a list of messages, which the chat template renders."""
+    completions: Width = 8
+    """Completions of each prompt. It divides train.global_batch, which counts completions."""
+    max_tokens: Extent = 256
+    """Maximum number of tokens of a completion. Prompts may have train.seq_len + 1 minus this many."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature. The loss uses log probabilities at the same temperature."""
+    normalize: Literal["auto", "sequence", "tokens", "constant", "sum"] = "auto"
+    """Weights of tokens in the loss. sequence: mean over each completion, then over completions; tokens: mean over all
+    tokens of the global batch; constant: sum over each completion, divided by max_tokens; sum: sum over each
+    completion. auto: sequence for grpo, constant for dr_grpo, sum for rloo, tokens for distill."""
+    clip_low: Fraction = 0.2
+    """The probability ratio is clipped below at 1 minus this."""
+    clip_high: NonNegative = 0.2
+    """The probability ratio is clipped above at 1 plus this."""
+    beta: NonNegative = 0.0
+    """Weight of the KL divergence from the reference (estimator k3): the initial weights, or the base of an adapter."""
+    updates_per_rollout: Width = 1
+    """Optimizer steps on the completions of one rollout."""
+    importance_cap: NonNegative = 0.0
+    """Multiply the loss of a token by p(trainer) / p(sampler), at most this. 0: no correction."""
+    teacher: str = ""
+    """For distill: Hugging Face folder of the teacher, or its name on the hub. It has the model's tokenizer."""
+    rollout: CodeName | None = Field(default=None, examples=["tools.py:rollout"])
+    """Function rollout(prompt, sample) that returns the turns of one completion, for several turns and tools. By
+    default one sample."""
 
 
 # Resources of the machine: ranks and devices, pinned memory, GPU kernels.

@@ -1,11 +1,12 @@
 """Forwards of a model whose weights do not fit into memory: blocks are read from files while earlier ones compute.
 
 A thread reads the next blocks into a ring buffer. A block's parameters are views of the buffer during its forward.
-Elsewhere they are placeholders of their shape, dtype and device without memory, filled with NaN.
+At other times they are placeholders of their shape, dtype and device without memory, filled with NaN.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import time
@@ -17,23 +18,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.pretrained import JoinedTensors
+from weft.checkpoint.pretrained import Computed, JoinedTensors
 from weft.errors import ModelError
-from weft.generation.residency import ModelWeights, Residency, Unit, Weight
-from weft.generation.weight_reader import CHUNK_BYTES, RowsEmbedding, WeightReader, reads_rows_only
+from weft.generation.residency import ModelWeights, Residency, StreamUnit, Weight
+from weft.generation.weight_reader import CHUNK_BYTES, FileEmbedding, WeightReader, reads_rows_only
 from weft.models.inspect.blocks import replace_class
 from weft.units import format_bytes
+
+_CLOSED = "memory: the files of this model's weights are closed. Open the model again."
 
 
 @dataclass(slots=True)
 class StreamReport:
-    """What streaming took, since the start or the last `clear`.
+    """Time and bytes of streaming.
 
     Attributes:
         num_forwards: forwards of the model.
         forward_s: time in them.
         wait_s: part of it that waited for weights.
-        bytes_read: bytes read from files or copied from the host.
+        bytes_read: bytes of weights read from files, or copied from the host.
         read_s: time of these reads. They overlap with computing.
     """
 
@@ -44,32 +47,17 @@ class StreamReport:
     read_s: float = 0.0
 
     @property
-    def compute_s(self) -> float:
-        """Time in forwards that did not wait."""
-        return self.forward_s - self.wait_s
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bandwidth of the reads."""
-        return self.bytes_read / self.read_s if self.read_s else 0.0
-
-    @property
     def over_bound(self) -> float:
-        """Time over the longer one of reading and computing, the bound of a perfect overlap; at least about 1."""
-        return self.forward_s / max(self.read_s, self.compute_s, 1e-9)
-
-    def clear(self) -> None:
-        """Set all counters to zero."""
-        self.num_forwards, self.bytes_read = 0, 0
-        self.forward_s, self.wait_s, self.read_s = 0.0, 0.0, 0.0
+        """Time over the longer one of reading and computing, which is the bound of a perfect overlap."""
+        return self.forward_s / max(self.read_s, self.forward_s - self.wait_s, 1e-9)
 
     def line(self) -> str:
         """Return the figures for users."""
+        rate = format_bytes(int(self.bytes_read / max(self.read_s, 1e-9)))
         return (
             f"streamed: {self.num_forwards} forwards in {self.forward_s:.2f} s, "
-            f"{format_bytes(self.bytes_read)} read at {format_bytes(int(self.bytes_per_s))}/s; "
-            f"reading {self.read_s:.2f} s, computing {self.compute_s:.2f} s, waiting {self.wait_s:.2f} s: "
-            f"{self.over_bound:.2f} times the longer one"
+            f"{format_bytes(self.bytes_read)} read at {rate}/s; reading {self.read_s:.2f} s, computing "
+            f"{self.forward_s - self.wait_s:.2f} s, waiting {self.wait_s:.2f} s: {self.over_bound:.2f} times the bound"
         )
 
 
@@ -80,7 +68,7 @@ class _Load:
     index: int
     start: int
     end: int
-    views: list[torch.Tensor] = field(default_factory=list)
+    views: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     is_ready: bool = False
     is_used: bool = False
     error: BaseException | None = None
@@ -91,26 +79,22 @@ class _Prefetcher:
     """Reads units into a ring buffer in a thread, in the order of their last use.
 
     Args:
-        weights: the weights of each unit.
-        fill: reads one weight into flat memory.
+        units: the weights of each unit.
+        fill: reads the weight of a name into flat memory.
         num_bytes: size of the buffer. The largest unit must fit.
     """
 
     def __init__(
-        self,
-        weights: Sequence[tuple[Weight, ...]],
-        fill: Callable[[Weight, torch.Tensor], object],
-        num_bytes: int,
-        device: torch.device,
-        report: StreamReport,
-    ):
-        self._weights, self._fill, self._device, self._report = weights, fill, device, report
-        self._buffer = _buffer(num_bytes, device)
+        self, units: Sequence[Sequence[Weight]], fill: Callable[[str, torch.Tensor], object], num_bytes: int,
+        device: torch.device, report: StreamReport,
+    ):  # fmt: skip
+        self._units, self._fill, self._device, self._report = units, fill, device, report
+        self._buffer = _allocate(num_bytes, device)
         self._changed = threading.Condition()
         self._loads: list[_Load] = []  # in the order of their regions in the ring
         self._is_closed = False
         self._next, self._last = 0, -1
-        self._follower = {index: (index + 1) % len(weights) for index in range(len(weights))}
+        self._follower = [(index + 1) % len(units) for index in range(len(units))]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._freed: torch.Event | None = None  # on a GPU: after the last forward whose region was given back
         self._thread = threading.Thread(target=self._run, name="weight-stream", daemon=True)
@@ -122,7 +106,7 @@ class _Prefetcher:
             if self._last >= 0:
                 self._follower[self._last] = index
             self._last = index
-            found = next((load for load in self._loads if load.index == index and not load.is_used), None)
+            found = self._unused(index)
             # Units that were expected before this one, or instead of it, are dropped.
             before = self._loads[: self._loads.index(found)] if found is not None else self._loads
             self._loads = [load for load in self._loads if load.is_used or load not in before]
@@ -131,9 +115,9 @@ class _Prefetcher:
             self._changed.notify_all()
             while found is None or not found.is_ready:
                 if self._is_closed:
-                    raise ModelError("memory: the files of this model's weights are closed. Open the model again.")
+                    raise ModelError(_CLOSED)
                 self._changed.wait()
-                found = next((load for load in self._loads if load.index == index and not load.is_used), None)
+                found = self._unused(index)
             if found.error is not None:
                 self._loads.remove(found)
                 self._next = index  # a second try reads again
@@ -143,6 +127,9 @@ class _Prefetcher:
         if found.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(found.copied)
         return found.views
+
+    def _unused(self, index: int) -> _Load | None:
+        return next((load for load in self._loads if load.index == index and not load.is_used), None)
 
     def give_back(self, index: int) -> None:
         """Free the region of a unit after its forward."""
@@ -167,7 +154,7 @@ class _Prefetcher:
         while True:
             with self._changed:
                 load = None
-                while not self._is_closed and (load := self._room()) is None:
+                while not self._is_closed and (load := self._find_room()) is None:
                     self._changed.wait()
                 if load is None or self._is_closed:
                     return
@@ -175,18 +162,17 @@ class _Prefetcher:
                 self._next = self._follower[load.index]
             try:
                 self._read(load)
-            except BaseException as error:
+            except BaseException as error:  # `take` raises it in the thread of the forward
                 load.error = error
             with self._changed:
                 load.is_ready = True
                 self._changed.notify_all()
-                # After an error, wait for the forward to see it.
                 while load.error is not None and load in self._loads and not self._is_closed:
-                    self._changed.wait()
+                    self._changed.wait()  # until the forward has seen the error
 
-    def _room(self) -> _Load | None:
-        """Return a region for the next unit after the last one in the ring, or None if units in use are in the way."""
-        size = sum(weight.num_bytes for weight in self._weights[self._next])
+    def _find_room(self) -> _Load | None:
+        """Return a region for the next unit after the last one in the ring, or None if units in use are in it."""
+        size = sum(weight.num_bytes for weight in self._units[self._next])
         for start in (self._loads[-1].end if self._loads else 0, 0):
             end = start + size
             if end <= len(self._buffer) and all(end <= one.start or start >= one.end for one in self._loads):
@@ -194,34 +180,32 @@ class _Prefetcher:
         return None
 
     def _read(self, load: _Load) -> None:
-        began, size = time.perf_counter(), 0
+        began, start = time.perf_counter(), load.start
         with torch.cuda.stream(self._stream), torch.no_grad():  # a stream of None changes nothing
             if self._stream is not None and self._freed is not None:
                 self._stream.wait_event(self._freed)
-            start = load.start
-            for weight in self._weights[load.index]:
-                num_bytes = weight.dtype.itemsize * torch.Size(weight.shape).numel()
-                flat = self._buffer[start : start + num_bytes].view(weight.dtype)
-                self._fill(weight, flat)
+            for weight in self._units[load.index]:
+                flat = weight.view(self._buffer, start)
+                self._fill(weight.name, flat)
                 load.views.append(flat.view(weight.shape))
-                start, size = start + weight.num_bytes, size + num_bytes
+                start += weight.num_bytes
+                self._report.bytes_read += flat.nbytes
             if self._stream is not None:
                 load.copied = self._stream.record_event()
-        self._report.bytes_read += size
         self._report.read_s += time.perf_counter() - began
 
 
-def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory of `num_bytes` bytes; on Linux's host in huge pages, which are faster to fill and to read."""
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory of `num_bytes` bytes; on a Linux host in huge pages, which are faster to fill and to read."""
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class WeightStream:
-    """A model's weights within a memory limit. `close` ends it; the model cannot compute after that.
+    """A model's weights within a memory limit. The model cannot compute after `close`.
 
     Attributes:
         residency: which weights stay in memory.
@@ -232,23 +216,24 @@ class WeightStream:
         self, model: nn.Module, weights: ModelWeights, residency: Residency, reader: WeightReader, from_host: bool
     ):
         self.residency, self.report = residency, StreamReport()
-        self._loaded: set[str] = set()
         self._began, self._is_closed = 0.0, False
         self._finalizer: Callable[[], object] | None = None
-        rows = reader.reopened()
         params = _materialize(model, weights, residency, reader)
-        units = residency.streamed
+        units = [unit.weights for unit in residency.streamed]
         if units:
-            fill = _fill_from_host(units, reader) if from_host else _fill_from_files(reader)
-            each = [unit.weights for unit in units]
-            prefetcher = _Prefetcher(each, fill, residency.buffer_bytes, reader.device, self.report)
-            # The thread has no reference to this object, so a model that is no longer used ends it.
+            fill: Callable[[str, torch.Tensor], object] = reader.fill
+            if from_host:
+                host = {weight.name: _on_host(weight, reader) for weights in units for weight in weights}
+                fill = lambda name, flat: flat.copy_(host[name], non_blocking=True)  # noqa: E731
+            prefetcher = _Prefetcher(units, fill, residency.buffer_bytes, reader.device, self.report)
+            # The thread has no reference to this object, so it ends with a model that is no longer used.
             self._finalizer = weakref.finalize(self, prefetcher.close)
-            for index, unit in enumerate(units):
+            for index, unit in enumerate(residency.streamed):
                 self._attach(prefetcher, index, unit, [params[weight] for weight in unit.weights])
+        rows = WeightReader(reader.source.reopened(), reader.device)
         for embedding, weight in residency.rows:
-            is_own = type(embedding) is not nn.Embedding
-            replace_class(embedding, RowsEmbedding, inside=is_own, reader=rows, name=weight.name)
+            is_derived = type(embedding) is not nn.Embedding
+            replace_class(embedding, FileEmbedding, inside=is_derived, reader=rows, name=weight.name)
         model.register_forward_pre_hook(self._start, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -266,55 +251,50 @@ class WeightStream:
 
     def _start(self, *_: Any) -> None:
         if self._is_closed:
-            raise ModelError("memory: the files of this model's weights are closed. Open the model again.")
+            raise ModelError(_CLOSED)
         self._began = time.perf_counter()
 
     def _end(self, *_: Any) -> None:
         self.report.num_forwards += 1
         self.report.forward_s += time.perf_counter() - self._began
 
-    def _attach(self, prefetcher: _Prefetcher, index: int, unit: Unit, params: list[nn.Parameter]) -> None:
+    def _attach(self, prefetcher: _Prefetcher, index: int, unit: StreamUnit, params: list[nn.Parameter]) -> None:
         """Register hooks that load a unit before its forward and unload it after."""
-        loaded, path, empty = self._loaded, unit.path, [param.data for param in params]
+        empty, is_loaded = [param.data for param in params], [False]
 
         def load(*_: Any) -> None:
             began = time.perf_counter()
             for param, view in zip(params, prefetcher.take(index), strict=True):
                 param.data = view
-            loaded.add(path)
+            is_loaded[0] = True
             self.report.wait_s += time.perf_counter() - began
 
         def unload(*_: Any) -> None:
-            if path in loaded:  # False if loading failed
-                loaded.discard(path)
+            if is_loaded[0]:  # False if loading failed
+                is_loaded[0] = False
                 for param, placeholder in zip(params, empty, strict=True):
                     param.data = placeholder
                 prefetcher.give_back(index)
 
         def refuse(*_: Any) -> None:
-            if path not in loaded:
+            if not is_loaded[0]:
                 raise ModelError(
-                    f"memory: the model calls a part of {path!r} outside that block, and its weights are in memory "
-                    "only during the block's forward. Give memory for the full model."
+                    f"memory: the model calls a part of {unit.path!r} outside that block, and its weights are in "
+                    "memory only during the block's forward. Give memory for the full model."
                 )
 
         unit.module.register_forward_pre_hook(load, prepend=True)
         unit.module.register_forward_hook(unload, always_call=True)
-        streamed = set(params)
         for part in unit.module.modules():
-            if part is not unit.module and not streamed.isdisjoint(part.parameters(recurse=False)):
+            if part is not unit.module and not set(params).isdisjoint(part.parameters(recurse=False)):
                 part.register_forward_pre_hook(refuse, prepend=True)
 
 
 def stream_weights(
-    model: nn.Module,
-    source: JoinedTensors,
-    memory_bytes: int,
-    device: torch.device | str = "cpu",
-    *,
+    model: nn.Module, source: JoinedTensors, memory_bytes: int, device: torch.device | str = "cpu", *,
     from_host: bool = False,
-) -> WeightStream:
-    """Give a model its weights from files within a memory limit, so that it can run forwards without gradients.
+) -> WeightStream:  # fmt: skip
+    """Give a model its weights from files within a memory limit, for forwards without gradients.
 
     Weights that do not fit are read for each forward. Tied weights are in memory once.
 
@@ -323,13 +303,13 @@ def stream_weights(
             its buffers have values.
         source: the model's weights, from `pretrained_source`.
         memory_bytes: limit for weights, module buffers and read buffers on `device`. Activations, caches, and rows of
-            embeddings that are looked up come on top.
-        device: where the model computes.
-        from_host: True to read streamed weights once into the host's memory, and to copy them from there.
+            embeddings that are looked up are not included.
+        device: the device of the forwards.
+        from_host: True to read streamed weights once into the host's memory, and to copy them from there. On a CPU,
+            all weights then stay in memory.
 
     Raises:
-        ModelError: if the memory is too small, or a weight that must be streamed can only be computed from full stored
-            tensors.
+        ModelError: if the memory is too small, or the model or a weight cannot be streamed.
         CheckpointError: if files are missing or damaged, or a weight is not finite.
     """
     if any(hasattr(module, "layers_are_rescaled") for module in model.modules()):
@@ -339,24 +319,29 @@ def stream_weights(
         )
     reader = WeightReader(source, torch.device(device))
     weights = ModelWeights(model, lambda embedding, name: reads_rows_only(embedding) and not reader.is_rearranged(name))
-    named = list(weights.by_param.values())
+    named = list(dict.fromkeys(weights.by_param.values()))
     reads_directly = reader.device.type == "cpu" and all(reader.stored_dtype(one.name) == one.dtype for one in named)
     extra = 0 if reads_directly else CHUNK_BYTES
     extra += max((2 * one.num_bytes for one in named if reader.is_rearranged(one.name)), default=0)
     extra += sum(buffer.nbytes for buffer in model.buffers())
     total = extra + sum(one.num_bytes for one in named)
-    if from_host and reader.device.type == "cpu":
-        memory_bytes = total
-    residency = weights.choose(memory_bytes, extra)
-    for unit in residency.streamed:
-        computed = next((one.name for one in unit.weights if reader.is_computed(one.name)), None)
-        if computed is not None:
+    all_resident = from_host and reader.device.type == "cpu"
+    residency = weights.choose(2 * total if all_resident else memory_bytes, extra)
+    for weight in (weight for unit in residency.streamed for weight in unit.weights):
+        if isinstance(source.entries[weight.name], Computed):
             raise ModelError(
-                f"memory={format_bytes(memory_bytes)}: weight {computed!r} can only be computed from full tensors of "
-                f"the files, which streaming would repeat in each forward. Give memory for the full model: "
-                f"{format_bytes(total)}."
+                f"memory={format_bytes(memory_bytes)}: weight {weight.name!r} can only be computed from full tensors "
+                "of the files, and streaming would repeat that in each forward. Give memory for the full model: "
+                f"{format_bytes(2 * total)}."
             )
     return WeightStream(model, weights, residency, reader, from_host)
+
+
+def _on_host(weight: Weight, reader: WeightReader) -> torch.Tensor:
+    """Read a weight into pinned memory, and return it flat."""
+    flat = torch.empty(math.prod(weight.shape), dtype=weight.dtype, pin_memory=True)
+    reader.fill(weight.name, flat)
+    return flat
 
 
 @torch.no_grad()
@@ -368,37 +353,26 @@ def _materialize(
     Buffers that are in the files get their values, too.
     """
     found: dict[Weight, nn.Parameter] = {}
-    resident, device = set(residency.resident), reader.device
-    for weight in dict.fromkeys(weights.by_param.values()):
-        if weight in resident:
-            value = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            reader.fill(weight.name, value.view(-1))
-        else:
+    device, start = reader.device, 0
+    memory = _allocate(sum(weight.num_bytes for weight in residency.resident), device)
+    for weight in residency.resident:
+        flat = weight.view(memory, start)
+        reader.fill(weight.name, flat)
+        found[weight] = nn.Parameter(flat.view(weight.shape), requires_grad=False)
+        start += weight.num_bytes
+    for weight in weights.by_param.values():
+        if weight not in found:
             fill = float("nan") if weight.dtype.is_floating_point else 0
             value = torch.full((), fill, dtype=weight.dtype, device=device).expand(weight.shape)
-        found[weight] = nn.Parameter(value, requires_grad=False)
+            found[weight] = nn.Parameter(value, requires_grad=False)
     for module in model.modules():
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, key, found[weights.by_param[param]])
         for key, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, key, buffer.to(device))
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, nn.Parameter) and reader.has(name):
+        if not isinstance(tensor, nn.Parameter) and name in reader.source.entries:
             value = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             reader.fill(name, value.view(-1))
             tensor.copy_(value)
     return found
-
-
-def _fill_from_files(reader: WeightReader) -> Callable[[Weight, torch.Tensor], object]:
-    return lambda weight, flat: reader.fill(weight.name, flat)
-
-
-def _fill_from_host(units: Sequence[Unit], reader: WeightReader) -> Callable[[Weight, torch.Tensor], object]:
-    """Read the units into the host's memory, and return a function that copies a weight from there."""
-    host: dict[Weight, torch.Tensor] = {}
-    for weight in dict.fromkeys(weight for unit in units for weight in unit.weights):
-        numel = torch.Size(weight.shape).numel()
-        host[weight] = torch.empty(numel, dtype=weight.dtype, pin_memory=torch.cuda.is_available())
-        reader.fill(weight.name, host[weight])
-    return lambda weight, flat: flat.copy_(host[weight], non_blocking=True)

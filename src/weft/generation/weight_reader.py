@@ -1,8 +1,7 @@
-"""Reading one weight of a folder's files into memory: directly, in another dtype, or on its way to a GPU."""
+"""Reading one weight of a folder's files into memory: directly, in another dtype, or for a copy to a GPU."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -10,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.checkpoint.manifest import DTYPE_BYTES
-from weft.checkpoint.pretrained import ByteRun, Computed, JoinedTensors
+from weft.checkpoint.pretrained import ByteRun, JoinedTensors
 from weft.checkpoint.read import Part
 from weft.checkpoint.safetensors_files import torch_formats
 
@@ -20,70 +18,47 @@ CHUNK_BYTES = 4 * 2**20
 
 
 class WeightReader:
-    """Reads weights of one source into memory. Use one object per thread.
-
-    Args:
-        source: the weights by the model's names.
-        device: where the weights are used.
-    """
+    """Reads weights of one source, by name, for a device. Use one object per thread."""
 
     def __init__(self, source: JoinedTensors, device: torch.device):
-        self._source, self.device = source, device
+        self.source, self.device = source, device
         self._runs: dict[str, list[ByteRun] | None] = {}
         self._checked: set[str] = set()
-        self._next_chunk = 0
-
-    def reopened(self) -> WeightReader:
-        """Return a reader of the same weights for another thread."""
-        return WeightReader(self._source.reopened(), self.device)
-
-    def has(self, name: str) -> bool:
-        """Return True if the files have a tensor of that name."""
-        return name in self._source.entries
-
-    @functools.cached_property
-    def _chunks(self) -> list[tuple[torch.Tensor, torch.cuda.Event | None]]:
-        """Host memory of chunks: pinned, and two for a GPU, so that one is read while the other is copied."""
-        if self.device.type != "cuda":
-            return [(torch.empty(CHUNK_BYTES, dtype=torch.uint8), None)]
-        pinned = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        return [(memory, torch.cuda.Event()) for memory in pinned]
+        #: Host memory of chunks: pinned for a GPU, and two, so that one is read while the other is copied.
+        self._chunks: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a weight in the files."""
-        return torch_formats()[self._source.entries[name].dtype]
-
-    def is_computed(self, name: str) -> bool:
-        """Return True if a weight can only be computed from full stored tensors."""
-        return isinstance(self._source.entries[name], Computed)
+        return torch_formats()[self.source.entries[name].dtype]
 
     def is_rearranged(self, name: str) -> bool:
         """Return True if reading a weight needs memory for a second copy of it."""
         return self._runs_of(name) is None
 
     def fill(self, name: str, flat: torch.Tensor) -> None:
-        """Read a weight into `flat`, (numel,) of the dtype and device of the model.
+        """Read a weight into `flat`, (numel,) of the model's dtype. Copies to a GPU are queued on the current stream.
 
-        On a GPU the copies are queued on the current stream.
-
-        Raises:
-            CheckpointError: if bytes are missing or cannot be read, or the weight is not finite.
+        Raises CheckpointError if bytes are missing or cannot be read, or the weight is not finite.
         """
-        stored, numel = self.stored_dtype(name), flat.numel()
-        if not numel:
+        stored, is_new = self.stored_dtype(name), name not in self._checked
+        if not flat.numel():
             return
-        is_new = name not in self._checked
         if flat.dtype == stored and flat.device.type == "cpu":
             self._read(name, 0, _bytes_of(flat), check=is_new)
         else:
             at_once = CHUNK_BYTES // stored.itemsize
-            for first in range(0, numel, at_once):
+            for first in range(0, flat.numel(), at_once):
                 self._fill_chunk(name, flat[first : first + at_once], first * stored.itemsize, stored, is_new)
         self._checked.add(name)
 
     def _fill_chunk(self, name: str, target: torch.Tensor, start: int, stored: torch.dtype, check: bool) -> None:
-        memory, copied = self._chunks[self._next_chunk]
-        self._next_chunk = (self._next_chunk + 1) % len(self._chunks)
+        if not self._chunks:
+            on_gpu = self.device.type == "cuda"
+            for _ in range(1 + on_gpu):
+                memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+                self._chunks.append((memory, torch.cuda.Event() if on_gpu else None))
+        self._chunks.append(self._chunks.pop(0))
+        memory, copied = self._chunks[0]
         if copied is not None:
             copied.synchronize()
         staged = memory[: target.numel() * stored.itemsize]
@@ -94,9 +69,9 @@ class WeightReader:
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         """Return rows (len(indices), *row) of a weight in its stored dtype on the host. The indices are ascending."""
-        shape, width = self._source.entries[name].shape, self.stored_dtype(name).itemsize
+        shape = self.source.entries[name].shape
         found = torch.empty((len(indices), *shape[1:]), dtype=self.stored_dtype(name))
-        row_bytes, out, first = math.prod(shape[1:]) * width, _bytes_of(found.view(-1)), 0
+        row_bytes, out, first = math.prod(shape[1:]) * found.itemsize, _bytes_of(found.view(-1)), 0
         for last in range(1, len(indices) + 1):
             if last == len(indices) or indices[last] != indices[last - 1] + 1:
                 part = out[first * row_bytes : last * row_bytes]
@@ -106,20 +81,19 @@ class WeightReader:
 
     def _read(self, name: str, start: int, out: memoryview, check: bool) -> None:
         """Fill `out` with a weight's stored bytes from `start` on."""
-        runs, entry = self._runs_of(name), self._source.entries[name]
+        runs = self._runs_of(name)
         if runs is None:
-            self._source.read(name, Part(entry.shape), start // DTYPE_BYTES[entry.dtype], out)
-            return
+            part = Part(self.source.entries[name].shape)
+            return self.source.read(name, part, start // self.stored_dtype(name).itemsize, out)
         for run in runs:
             low, high = max(start, run.start), min(start + len(out), run.start + run.num_bytes)
             if low < high:
-                self._source.read_bytes(run.file, run.offset + low - run.start, out[low - start : high - start])
-        if check:
-            self._source.check_finite(name, out)
+                self.source.read_bytes(run.file, run.offset + low - run.start, out[low - start : high - start])
+        return self.source.check_finite(name, out) if check else None
 
     def _runs_of(self, name: str) -> list[ByteRun] | None:
         if name not in self._runs:
-            self._runs[name] = self._source.byte_runs(name)
+            self._runs[name] = self.source.byte_runs(name)
         return self._runs[name]
 
 
@@ -127,17 +101,14 @@ def _bytes_of(flat: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-class RowsEmbedding(nn.Embedding):
+class FileEmbedding(nn.Embedding):
     """An embedding whose weight stays in the files: each call reads the rows of its ids."""
 
     _weft_reader: WeightReader
     _weft_name: str
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the ids, (*input.shape, dim), in the dtype of the weight.
-
-        Raises IndexError for ids that are not in the table.
-        """
+        """Return the rows of the ids, (*input.shape, dim). Raises IndexError for ids that are not in the table."""
         ids, inverse = torch.unique(input, return_inverse=True)
         numbers = ids.tolist()
         if numbers and not 0 <= numbers[0] <= numbers[-1] < self.num_embeddings:
@@ -147,7 +118,7 @@ class RowsEmbedding(nn.Embedding):
 
 
 def reads_rows_only(embedding: nn.Embedding) -> bool:
-    """Return True if forward uses the weight only through `nn.Embedding.forward`, which `RowsEmbedding` replaces."""
+    """Return True if forward uses the weight only through `nn.Embedding.forward`, which `FileEmbedding` replaces."""
     for kind in type(embedding).__mro__:
         if kind is nn.Embedding:
             return embedding.max_norm is None

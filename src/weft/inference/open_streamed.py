@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ def open_streamed(
     Args:
         folder: config.json and safetensors files.
         memory_bytes: limit for weights and read buffers, as in `stream_weights`.
-        dtype: fp32, bf16, fp16 or fp64. None: the dtype in config.json, or fp32 if it has none.
-        device: where the model computes.
+        dtype: fp32, bf16, fp16 or fp64. None: the dtype in config.json, or else fp32.
+        device: the device of the forwards.
         from_host: as in `stream_weights`.
 
     Raises:
@@ -48,6 +49,7 @@ def open_streamed(
     if kind == torch.float64 and choose_experts is not None:
         choose_experts("eager")  # torch's grouped products lack float64
     source, _ = pretrained_source(model, folder)
+    gc.collect()  # transformers' tables leave megabytes in cycles
     return model.eval(), stream_weights(model, source, memory_bytes, device, from_host=from_host)
 
 

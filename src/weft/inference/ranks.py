@@ -14,7 +14,7 @@ from weft.comm.collectives import barrier
 from weft.comm.gpu_settings import pick_device
 from weft.comm.mesh import Mesh, build_mesh, join_ranks, leave_ranks
 from weft.config.plan import Plan
-from weft.config.rules.plan_rules import check_plan
+from weft.config.rules.plan_rules import CP_IN_INFERENCE, check_plan
 from weft.errors import CommError, ConfigError, PlanError, Problem
 from weft.verify.rank_pool import RankError, RankPool
 
@@ -49,8 +49,7 @@ def inference_plan(plan: Plan, dtype: str | None = None) -> tuple[Plan, list[str
         PlanError: for cp above 1, for an unknown dtype, and for a plan that breaks a rule.
     """
     if plan.cp > 1:
-        rule = "inference does not divide a text over ranks yet. Use cp=1, and tp, pp or zero=3."
-        raise PlanError([Problem.of("cp", plan.cp, rule)])
+        raise PlanError([Problem.of("cp", plan.cp, CP_IN_INFERENCE)])
     default = Plan()
     wanted: dict[str, Any] = {name: getattr(default, name) for name in (*_OF_TRAINING, *_NOT_USED)}
     if plan.offload:

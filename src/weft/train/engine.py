@@ -124,7 +124,7 @@ class EngineJob:
         place: rank environment of this process; None for a single process.
         tell: prints a line for users when a rank waits for another one.
         store: rendezvous store that the ranks have already joined.
-        on_hang: called with the hang event, on ranks that write events.
+        record: writes an event, on ranks that have an event log.
         world: this replica, if each replica is a separate process group.
         store_key: hex digits of the secret that signs the ranks' messages in the store. If empty, the ranks agree on
             one after joining.
@@ -137,7 +137,7 @@ class EngineJob:
     place: RankEnv | None
     tell: Callable[[str], None]
     store: Store | None = None
-    on_hang: Callable[[Mapping[str, object]], None] = lambda event: None
+    record: Callable[[Mapping[str, object]], None] = lambda event: None
     world: ReplicaWorld | None = None
     store_key: str = field(default="", repr=False)
 

@@ -13,7 +13,7 @@ from weft.errors import did_you_mean
 from weft.train.folder import RunFolder
 
 #: Settings that name a model: its folder, or a name on the hub.
-_MODELS = ("model.path", hub.TOKENIZER, "task.options.teacher")
+_MODELS = ("model.path", hub.TOKENIZER, "task.options.teacher", "grpo.teacher")
 
 
 def _model_at(config: RunConfig, key: str) -> hub.HubName | None:

@@ -47,7 +47,7 @@ class JoinedRank:
             limit_name=f"launch.timeout={launch.timeout}",
             where_stacks=f"{job.folder.logs}/rank_*.log",
             owns_process=job.place is not None,
-            on_report=lambda state, found: job.on_hang(hang_event(state, found)),
+            on_report=lambda state, found: job.record(hang_event(state, found)),
         )
 
     def background_group(self) -> RankGroup:

@@ -299,7 +299,7 @@ def from_loader(
 
 
 def mark(batch: Any, samples: SampleNumbers) -> Any:
-    """Attach sample indices to the tensors of a batch, and return the batch."""
+    """Add sample indices to the tensors of a batch, and return the batch."""
     for tensor in tensors_in(batch):
         setattr(tensor, MARK, samples)
     return batch

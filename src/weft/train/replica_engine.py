@@ -96,4 +96,4 @@ class OtherWorlds:
 
     def _log(self, line: str) -> None:
         self._job.tell(line)
-        self._job.on_hang({"event": "warning", "step": self.sync.step, "text": line})
+        self._job.record({"event": "warning", "step": self.sync.step, "text": line})

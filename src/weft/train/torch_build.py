@@ -93,7 +93,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
 
     step.wait_for_weights()
     with mesh.pulse.doing("computes what the task needs before the first step"):
-        task.begin(RankForwards(model, mesh, task, second))
+        task.begin(RankForwards(model, mesh, task, second, job.record))
     _choose_recompute(model, mesh, job, batches)
     return Built(step, batches, eval_batches, replicas)
 

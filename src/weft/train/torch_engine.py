@@ -187,6 +187,7 @@ class TorchEngine:
         with compiling, self._profiler.step(number + 1):
             done = step(*self._inputs.make(batches, number))
         self._compiles = False
+        self._job.task.after_step(number + 1)
         self._tracer.remember(TracedStep(number + 1, batches, step.microbatch_losses))
         return LateResult(lambda: self._result(done)) if step.is_unread else self._result(done)
 

@@ -446,6 +446,9 @@ def find_subject(source: str, settings: Settings) -> Subject:
     if path.suffix == ".toml":
         config = resolved_config(load_config(path).config)
         download_all(config)
+        if config.task.name == "grpo":
+            rule = "its steps sample completions, and weft verify repeats steps on given data. Verify the model with"
+            raise ConfigError(f"task.name=grpo: {rule} the default task.")
         if config.task.name is not None or config.model.path:
             maker = f"the task {config.task.name}" if config.task.name else f"model.path={config.model.path}"
             _refuse_reduction(maker, settings)
@@ -545,9 +548,11 @@ def _first_tensor(output: Any) -> torch.Tensor:
     """Return the logits, the similarities of a two-tower model, or the first tensor of a model's output."""
     if isinstance(output, torch.Tensor):
         return output
-    if getattr(output, "text_embeds", None) is not None and getattr(output, "image_embeds", None) is not None:
+    text = getattr(output, "text_embeds", None)
+    others = (getattr(output, f"{kind}_embeds", None) for kind in ("image", "video", "audio"))
+    if text is not None and (other := next((one for one in others if one is not None), None)) is not None:
         # The logits of such a model compare all samples of a batch, so they would depend on how a batch is divided.
-        return (output.text_embeds * output.image_embeds).sum(-1, keepdim=True)
+        return (text * other).sum(-1, keepdim=True)
     if getattr(output, "logits", None) is not None:
         return output.logits
     values = output.values() if isinstance(output, dict) else output

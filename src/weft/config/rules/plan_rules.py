@@ -538,6 +538,8 @@ LASTING: tuple[Rule, ...] = (
 
 
 RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
+#: Why inference refuses cp above 1.
+CP_IN_INFERENCE = "inference does not divide a text over ranks yet. Use cp=1, and tp, pp or zero=3."
 
 
 def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:

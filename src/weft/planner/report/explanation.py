@@ -19,6 +19,7 @@ from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.measured.corrections import lesson_words
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
+from weft.planner.search.generation import GenerationCandidate
 from weft.planner.search.question import Question
 from weft.planner.search.refine import estimated
 from weft.planner.space.shape import Shape
@@ -206,18 +207,28 @@ def term_changes(before: Candidate, after: Candidate) -> list[str]:
 
 def waterfall(one: Candidate) -> list[str]:
     """Return the parts of the step as text lines with consecutive bars (a waterfall chart)."""
-    rows = sorted_terms(one)
-    lines = [f"step    {format_seconds(one.step_s)}"]
-    done = 0.0
-    for name, value in rows:
-        left, width = _cells(done, one.step_s), _cells(done + value, one.step_s) - _cells(done, one.step_s)
+    return term_bars("step", one.terms, TERM_WORDS)
+
+
+def term_bars(title: str, terms: Mapping[str, float], words: Mapping[str, str]) -> list[str]:
+    """Return the terms above zero as text lines with consecutive bars, the longest first.
+
+    Args:
+        title: what the terms add up to.
+        terms: seconds by name.
+        words: display text by name.
+    """
+    whole, done = sum(terms.values()), 0.0
+    lines = [f"{title:<7} {format_seconds(whole)}"]
+    for name, value in sorted(((name, value) for name, value in terms.items() if value > 0), key=lambda row: -row[1]):
+        left, width = _cells(done, whole), _cells(done + value, whole) - _cells(done, whole)
         bar = f"{' ' * left}{'█' * width or '▏'}"
-        lines.append(f"  {TERM_WORDS.get(name, name):<40} {format_seconds(value):>8} {value / one.step_s:>6.1%}  {bar}")
+        lines.append(f"  {words.get(name, name):<40} {format_seconds(value):>8} {value / whole:>6.1%}  {bar}")
         done += value
     return lines
 
 
-def memory_bars(one: Candidate) -> list[str]:
+def memory_bars(one: Candidate | GenerationCandidate) -> list[str]:
     """Return text lines with the memory by class of the rank with the highest use, relative to the device's memory."""
     most = one.usable_bytes
     lines = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from weft.planner.report.explanation import band_of, context, time_by_rung
@@ -9,6 +10,7 @@ from weft.planner.report.scenario import Scenario
 from weft.planner.report.verdict import Comparison, WhyNot
 from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.question import Question
+from weft.planner.space.enumerate import Refused
 from weft.planner.uncertainty import unmeasured
 
 
@@ -71,12 +73,17 @@ def answer_table(found: Answer[Candidate], limit: int, hour_price: float | None 
         "seconds": found.seconds,
         "plans": [candidate_table(one, hour_price) for one in found.layouts(limit)],
         "pareto": [candidate_table(one, hour_price) for one in found.pareto],
-        "refused": [
-            {"reason": each.name, "count": each.count, "example": str(each.example), "message": each.message}
-            for each in found.refused
-        ],
+        "refused": refused_table(found.refused),
         "nearest": None if found.nearest is None else candidate_table(found.nearest, hour_price),
     }
+
+
+def refused_table(refused: Iterable[Refused]) -> list[dict[str, Any]]:
+    """Return a table of the reasons against plans."""
+    return [
+        {"reason": each.name, "count": each.count, "example": str(each.example), "message": each.message}
+        for each in refused
+    ]
 
 
 def why_not_table(found: WhyNot) -> dict[str, Any]:

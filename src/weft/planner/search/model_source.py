@@ -14,6 +14,7 @@ from weft.config.model_spec import ModelSpec, decoder_spec, model_names
 from weft.config.parsing import MODEL_CODE
 from weft.config.traced_model import FORMAT, Limit, TracedModel
 from weft.errors import ModelError, did_you_mean
+from weft.planner.cost.generation import CacheKind
 from weft.planner.space.shape import Shape, TracedShape
 from weft.planner.space.trained_part import AdapterSize, FrozenWork
 
@@ -48,6 +49,7 @@ class PlannedModel:
         frozen: forwards of a step without gradients.
         task_limits: the task's limits for plans, in addition to the model's.
         folder: folder of a Hugging Face model.
+        caches: what the layers keep for each generated text, if it was measured; (): by the shape.
         is_transposed: True if linear layers store weights as (inputs, outputs), which cannot be quantized in blocks.
     """
 
@@ -61,6 +63,7 @@ class PlannedModel:
     frozen: FrozenWork | None = None
     task_limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     folder: Path | None = None
+    caches: tuple[CacheKind, ...] = ()
     is_transposed: bool = False
 
     @property

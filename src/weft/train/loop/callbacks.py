@@ -275,6 +275,12 @@ class Requests:
         """True if the next start resumes from an older checkpoint than the last one."""
         return self.parting is not None and self.parting.action in GOES_BACK
 
+    def pause(self, why: str) -> Stop:
+        """Pause the run after the current step, on all ranks, and return the reason to stop."""
+        self.parting = RunRequest("hold", by="the task", why=why)
+        self._loop.hooks.on_action(self._loop.step, self.parting)
+        return Stop.of(StopReason.ACTION, action="hold", by=self.parting.by)
+
     def handle(self) -> Stop | None:
         """Handle pending requests on all ranks. Return a reason to stop, or None.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from weft.errors import TrainingHalted
+from weft.errors import StepRefused, TrainingHalted
 from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord
 from weft.monitor.guards import GarbageTurns, SpikeWatch, mfu
@@ -137,7 +137,10 @@ class Trainer:
         return found
 
     def _train_step(self, batches: list[Any]) -> Stop | None:
-        before, self._unread = self._unread, self._launch(self.progress.step, batches)
+        try:
+            before, self._unread = self._unread, self._launch(self.progress.step, batches)
+        except StepRefused as refused:
+            return self._read_last() or self._requests.pause(str(refused).rstrip("."))
         launched = self._unread.result
         self.progress.step += 1
         self._garbage.after_step(self.progress.step)
@@ -235,7 +238,7 @@ class _StepRecords:
             exposed=exposed,
             data_s=launched.data_s,
             own=own_seconds(times, launched.data_s),
-            usual_loss=self._spikes.observe(result.loss),
+            usual_loss=self._spikes.observe(result.loss) if self._task.has_loss_level else None,
         )
 
 

@@ -32,10 +32,10 @@ from weft.train.loop.checkpointer import Checkpointer, Save
 from weft.train.losses import LossFn
 from weft.train.microbatches import ForwardFn, call_model
 from weft.train.model_state import adapter_state, copied, resume, state_slices, written
+from weft.train.script.generating import complete, limits_of
 from weft.train.script.script_export import Ema, export_adapter, export_pretrained, full_tensors, moving_average
 from weft.train.state_io import on_each, rank_group
 from weft.train.step.evaluation import mean_loss
-from weft.train.step.generating import complete
 from weft.train.step.train_step import TrainStep
 
 
@@ -345,7 +345,8 @@ class ScriptState:
         """
         sampling = Sampling(max_tokens, temperature, top_k, top_p, seed, frozenset(stop_ids))
         requests = [Request(index, tuple(prompt)) for index, prompt in enumerate(prompts)]
-        return complete(_own(self.mesh, model), self.mesh, requests, sampling, rows)
+        own = _own(self.mesh, model)
+        return complete(own, self.mesh, requests, sampling, limits_of(own, rows))
 
     def save_pretrained(
         self, model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any

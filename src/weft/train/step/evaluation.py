@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -205,12 +205,30 @@ class RankForwards:
         mesh: the ranks.
         task: defines forward and loss.
         second: a frozen model under the same plan, or None.
+        record: writes an event on the first rank.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, task: Task, second: nn.Module | None = None):
-        self._model, self._mesh, self._task, self._second = model, mesh, task, second
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        task: Task,
+        second: nn.Module | None = None,
+        record: Callable[[Mapping[str, object]], None] = lambda event: None,
+    ):
+        self._model, self._mesh, self._task, self._second, self.record = model, mesh, task, second, record
         if second is not None:
             second.eval()
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the sharded model."""
+        return self._model
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of the ranks."""
+        return self._mesh
 
     @property
     def plan(self) -> Plan:

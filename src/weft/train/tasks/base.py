@@ -144,6 +144,8 @@ class Task:
     unit: ClassVar[str] = "samples"
     #: Unit of `train.global_batch`, in the plural.
     sample_unit: ClassVar[str] = "samples"
+    #: False if the loss has no level to compare with, as a policy loss. Its spikes are not reported then.
+    has_loss_level: ClassVar[bool] = True
     #: Metrics of evaluations in addition to the loss. `sums` and `measure` compute them.
     metrics: tuple[Metric, ...] = ()
     #: Names of the values that `sums` returns.
@@ -316,9 +318,15 @@ class Task:
         """Return this rank's microbatches for a step or an evaluation. The default returns them unchanged.
 
         Override it to add values that depend on the full batch or on frozen weights, such as the log-probabilities of a
-        reference model.
+        reference model. If it raises a StepRefused on all ranks, the run saves and pauses.
         """
         return batches
+
+    def after_step(self, step: int) -> None:
+        """Note that a step is done, on all ranks. step: steps done.
+
+        Override it to report values that the loss has computed. Reading them waits for the device.
+        """
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor | float]:
         """Return sums over an evaluation batch, by `sum_names`. Their totals are passed to `measure`."""

@@ -62,6 +62,8 @@ class DecoderTask(ModelTask):
 
     #: True if the task trains on preference data.
     learns_preferences = False
+    #: False if it does not train on documents of its data.
+    has_documents = True
     #: Plan fields that the task limits.
     plan_limits: ClassVar[Mapping[str, Limit]] = {}
 
@@ -317,12 +319,15 @@ class TokenData:
         Raises:
             DataError: if the data is missing or invalid.
         """
+        return prepare_data(self.with_tokenizer(tokenizer, new_tokens), report, preferences=self._preferences)
+
+    def with_tokenizer(self, folder: str | None, new_tokens: Sequence[str]) -> RunConfig:
+        """Return the config with the tokenizer of a Hugging Face folder, or unchanged for None."""
         config = self._config
-        if tokenizer is not None:
-            update = {"kind": "file", "path": tokenizer, "template": True, "add_tokens": tuple(new_tokens)}
-            section = config.tokenizer.model_copy(update=update)
-            config = config.model_copy(update={"tokenizer": section})
-        return prepare_data(config, report, preferences=self._preferences)
+        if folder is None:
+            return config
+        update = {"kind": "file", "path": folder, "template": True, "add_tokens": tuple(new_tokens)}
+        return config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update=update)})
 
     def prepare(self, folder: RunFolder, data: PreparedData) -> None:
         """Check tokenised data, and set `prepared` to it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import nn
 
+from weft.comm.mesh import Mesh
 from weft.config.hugging_face_config import number
 from weft.config.plan import Plan
 from weft.config.traced_model import Limit, TracedModel
@@ -44,6 +45,16 @@ class Forwards(Protocol):
 
     All ranks call the same methods in the same order.
     """
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the sharded model."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of the ranks."""
+        ...
 
     @property
     def plan(self) -> Plan:
@@ -114,6 +125,10 @@ class Forwards(Protocol):
 
     def on_first(self, act: Callable[[], Any]) -> Any:
         """Run `act` on the first rank, and return its result on all ranks. The result must be a JSON value."""
+        ...
+
+    def record(self, event: Mapping[str, object]) -> None:
+        """Write an event to events.jsonl while training. Does nothing on ranks other than the first."""
         ...
 
 

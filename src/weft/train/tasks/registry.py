@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from weft.config.run_config import RunConfig
-from weft.config.sections import changed_keys, value_at
+from weft.config.sections import GrpoSection, changed_keys, value_at
 from weft.errors import ConfigError, Problem, WeftError, did_you_mean
 from weft.hub import local_folder
 from weft.lazy import named_object
@@ -35,6 +35,7 @@ _CLASSES = {
     "transcribe": "weft.train.tasks.captioning:CaptionTask",
     "distill": "weft.train.tasks.distill:DistillTask",
     "prefer": "weft.train.tasks.preference:PreferTask",
+    "grpo": "weft.rl.task:GrpoTask",
 }
 
 
@@ -65,6 +66,9 @@ def find_task(config: RunConfig) -> Task:
     if config.data.stream and getattr(task, "learns_preferences", False):
         rule = f"data.stream=true: {_named(config)} reads all of its data before the first step. Leave it out."
         raise ConfigError([Problem("data.stream", rule)])
+    if config.grpo != GrpoSection() and "grpo" not in task.sections:
+        rule = f"grpo: {_named(config)} does not read this section. Set task.name=grpo, or leave it out."
+        raise ConfigError([Problem("grpo", rule)])
     if config.data.cache_features and "data.cache_features" not in task.sections:
         rule = f"data.cache_features=true: {_named(config)} has no encoder to keep anything of; caption and contrast do"
         raise ConfigError([Problem("data.cache_features", f"{rule}. Leave it out.")])

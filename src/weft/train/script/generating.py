@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 
 from torch import nn
@@ -15,12 +16,15 @@ from weft.generation.requests import Completion, Request, Sampling
 from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face
 from weft.parallel.state.gradients import data_parallel
+from weft.train.script.whole_copy import can_copy, whole_copy
 from weft.train.state_io import gather
-from weft.train.weights.whole_copy import can_copy, whole_copy
+
+#: Models whose logits with a cache were compared. Each whole copy is a new model.
+_checked = weakref.WeakSet[nn.Module]()
 
 
 def complete(
-    model: nn.Module, mesh: Mesh, requests: Sequence[Request], sampling: Sampling, rows: int = 32
+    model: nn.Module, mesh: Mesh, requests: Sequence[Request], sampling: Sampling, limits: Limits
 ) -> list[Completion]:
     """Continue prompts with the model's current weights, and return all completions on all ranks.
 
@@ -33,27 +37,28 @@ def complete(
         mesh: its mesh.
         requests: keys must differ.
         sampling: how tokens are sampled.
-        rows: number of texts that a rank generates at once.
+        limits: bounds of the model and the batch, such as `limits_of(model)`.
 
     Raises:
         ModelError: if the model cannot generate in batches, or a copy is needed and does not fit.
     """
     plan = mesh.plan
     data_parallel(model).wait_for_weights()
+    is_new = model not in _checked
     must_copy = plan.pp > 1 or plan.cp > 1
-    limits = limits_of(model, rows)
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         if must_copy or (plan.zero == 3 and can_copy(model, mesh)):
             with whole_copy(model, mesh) as plain:
-                found = generate_batch(plain, requests[mesh.rank :: mesh.world_size], sampling, limits)
+                found = generate_batch(plain, requests[mesh.rank :: mesh.world_size], sampling, limits, check=is_new)
         else:
             own, together = requests[mesh.data.rank :: mesh.data.size], MeshRanks(mesh)
-            found = generate_batch(model, own, sampling, limits, together=together)
+            found = generate_batch(model, own, sampling, limits, together=together, check=is_new)
     finally:
         for module, was in training.items():
             module.training = was
+    _checked.add(model)
     told = json.dumps([[one.key, one.ids, one.log_probs, one.reason, one.error] for one in found])
     every = {
         key: Completion(key, tuple(ids), tuple(log_probs), reason, error)
@@ -63,7 +68,7 @@ def complete(
     return [every[request.key] for request in requests]
 
 
-def limits_of(model: nn.Module, rows: int) -> Limits:
+def limits_of(model: nn.Module, rows: int = 32) -> Limits:
     """Return the bounds of a model's config.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Learning from rewards: sampling completions, rewards, advantages and the policy loss."""
