@@ -16,7 +16,7 @@ from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.inference.open_model import open_model
 from weft.inference.ranks import inference_plan
-from weft.inference.score import Scorer, Span, windows_of
+from weft.inference.score import ScoredSpan, Scorer, windows_of
 from weft.train.tasks.generation import open_text_model
 from weft.verify.verifier import Float64Throughout
 
@@ -25,17 +25,24 @@ pytest.importorskip("transformers")
 PLANS = ["tp=2", "dp_shard=2 zero=3", "dp_replicate=2", "dp_shard=2 ep=2", "pp=2"]
 
 
-def some_spans() -> list[Span]:
+def some_spans() -> list[ScoredSpan]:
     """Return spans of many lengths: some begin others, some are equal, some differ in the last token alone."""
     draw = random.Random(5)
     ids = [tuple(draw.randrange(1, 250) for _ in range(draw.randrange(2, 30))) for _ in range(9)]
-    found = [Span(one, draw.randrange(1, len(one))) for one in ids]
+    found = [ScoredSpan(one, draw.randrange(1, len(one))) for one in ids]
     long = max(ids, key=len)
-    found += [Span(long[:9], 3), Span(long[:8], 7), Span(long, 1), Span((*long[:-1], 7), 1), Span((*long[:-1], 8), 4)]
+    found += [
+        ScoredSpan(long[:9], 3),
+        ScoredSpan(long[:8], 7),
+        ScoredSpan(long, 1),
+        ScoredSpan((*long[:-1], 7), 1),
+        ScoredSpan((*long[:-1], 8), 4),
+        ScoredSpan((*long[:-2], 3, 4), 2),
+    ]
     return [*found, found[0]]
 
 
-def plain_scores(model: Any, spans: list[Span]) -> torch.Tensor:
+def plain_scores(model: Any, spans: list[ScoredSpan]) -> torch.Tensor:
     found = []
     for span in spans:
         ids = torch.tensor([span.ids])
@@ -95,7 +102,12 @@ def test_likeliest_tokens_are_found(folders):
         for _ in range(4):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     greedy = tuple(ids[0].tolist())
-    spans = [Span(greedy, 4), Span((*greedy[:-1], (greedy[-1] + 1) % 257), 4), Span(greedy[:5], 2), Span(greedy, 5)]
+    spans = [
+        ScoredSpan(greedy, 4),
+        ScoredSpan((*greedy[:-1], (greedy[-1] + 1) % 257), 4),
+        ScoredSpan(greedy[:5], 2),
+        ScoredSpan(greedy, 5),
+    ]
     plan = Plan()
     found = Scorer(open_model(folders["llama"], plan, build_mesh(plan))).score(spans)
     assert found[:3, 1].tolist() == [1.0, 0.0, 1.0]
@@ -103,12 +115,17 @@ def test_likeliest_tokens_are_found(folders):
 
 def test_windows_score_each_token_once_with_the_most_context():
     ids = tuple(range(20))
-    assert windows_of(Span(ids, 19), 19, 5) == [Span(ids, 19)]
-    found = windows_of(Span(ids, 19), 8, 4)
-    assert found == [Span(ids[:9], 8), Span(ids[4:13], 4), Span(ids[8:17], 4), Span(ids[11:20], 3)]
-    assert windows_of(Span(ids, 3), 8, 4) == [Span(ids[11:], 3)]  # the start of the context is dropped
-    assert sum(one.num_scored for one in windows_of(Span(ids, 12), 8, 8)) == 12
-    assert all(len(one.ids) <= 9 for stride in (1, 3, 8) for one in windows_of(Span(ids, 12), 8, stride))
+    assert windows_of(ScoredSpan(ids, 19), 19, 5) == [ScoredSpan(ids, 19)]
+    found = windows_of(ScoredSpan(ids, 19), 8, 4)
+    assert found == [
+        ScoredSpan(ids[:9], 8),
+        ScoredSpan(ids[4:13], 4),
+        ScoredSpan(ids[8:17], 4),
+        ScoredSpan(ids[11:20], 3),
+    ]
+    assert windows_of(ScoredSpan(ids, 3), 8, 4) == [ScoredSpan(ids[11:], 3)]  # the start of the context is dropped
+    assert sum(one.num_scored for one in windows_of(ScoredSpan(ids, 12), 8, 8)) == 12
+    assert all(len(one.ids) <= 9 for stride in (1, 3, 8) for one in windows_of(ScoredSpan(ids, 12), 8, stride))
 
 
 def test_model_that_reads_later_tokens_is_refused(tmp_path):

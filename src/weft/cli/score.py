@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,9 +15,6 @@ from weft import env
 from weft.cli.console import print_line, table
 from weft.cli.generate import source_folder
 from weft.errors import ConfigError
-
-if TYPE_CHECKING:
-    from weft.inference.score import Span
 
 PLAN_HELP = 'Plan of the ranks, such as "tp=2" or "dp_shard=2 zero=3"; by default one rank.'
 DTYPE_HELP = "Precision of weights and forward: fp32, bf16, fp16 or fp64; by default the plan's."
@@ -57,7 +54,7 @@ def score(
 
         start_imports(str(folder) if (folder / "config.json").is_file() else None)
     from weft.inference.open_model import read_facts
-    from weft.inference.score import score_on_ranks, windows_of
+    from weft.inference.score import score_on_ranks
     from weft.inference.score_data import read_records, refuse_long, results_of, spans_of
 
     records, facts = read_records(data), read_facts(folder)
@@ -66,20 +63,17 @@ def score(
     if no_windows:
         refuse_long(records, spans, longest, data)
     _refuse_out(out)
-    windows = [
-        windows_of(span, longest, min(stride or max(1, longest // 2), longest)) for several in spans for span in several
-    ]
     for note in notes if _is_first() else ():
         print_line(note)
-    every: Sequence[Span] = [one for several in windows for one in several]
+    stride = min(stride or max(1, longest // 2), longest)
+    every = [span for several in spans for span in several]
     began = time.perf_counter()
-    scores = run_on_ranks(score_on_ranks, settled, str(folder), step, every, batch_tokens, device=device)
-    if scores is None:
+    scores = run_on_ranks(
+        score_on_ranks, settled, str(folder), step, every, longest, stride, batch_tokens, device=device
+    )
+    if scores is None:  # another rank of torchrun than the first
         return
-    parts = iter(scores)
-    joined = ([next(parts) for _ in several] for several in windows)
-    sums = ((sum(value for value, _ in one), all(is_greedy for _, is_greedy in one)) for one in joined)
-    found, figures = results_of(records, spans, sums, data)
+    found, figures = results_of(records, spans, iter(scores), data)
     figures["seconds"] = time.perf_counter() - began
     if out is not None:
         _write(out, found)

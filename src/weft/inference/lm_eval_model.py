@@ -25,7 +25,7 @@ from weft.generation.batch import Limits, generate_batch
 from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Request, Sampling
 from weft.inference.open_model import OpenedModel, open_model, read_facts
-from weft.inference.score import Scorer, Span, windows_of
+from weft.inference.score import ScoredSpan, Scorer
 from weft.models.inspect import hugging_face
 from weft.train.tasks.export import write_tokenizer
 from weft.train.weights.decoder_files import base_of, tokenizer_of
@@ -134,21 +134,20 @@ class MeshLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
         )
 
-    def _scores(self, spans: Sequence[Span]) -> list[tuple[float, bool]]:
-        windows = [windows_of(span, self.max_length, self.max_length) for span in spans]
-        parts = iter(self._scorer.score([one for several in windows for one in several]).tolist())
-        found = [[next(parts) for _ in several] for several in windows]
-        return [(sum(value for value, _ in one), all(is_greedy for _, is_greedy in one)) for one in found]
+    def _scores(self, spans: Sequence[ScoredSpan]) -> list[tuple[float, bool]]:
+        return self._scorer.in_windows(spans, self.max_length, self.max_length)
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         del kwargs
-        return self._scores([Span((*before, *after), len(after)) for _, before, after in requests])
+        return self._scores([ScoredSpan((*before, *after), len(after)) for _, before, after in requests])
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text."""
         del disable_tqdm
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        return [value for value, _ in self._scores([Span((self.prefix_token_id, *ids), len(ids)) for ids in texts])]
+        return [
+            value for value, _ in self._scores([ScoredSpan((self.prefix_token_id, *ids), len(ids)) for ids in texts])
+        ]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to the first of the task's ends."""

@@ -35,25 +35,25 @@ _ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ScoredSpan:
     """Tokens to score: the last `num_scored` of `ids`, each given all ids before it."""
 
     ids: tuple[int, ...]
     num_scored: int
 
 
-def windows_of(span: Span, longest: int, stride: int) -> list[Span]:
+def windows_of(span: ScoredSpan, longest: int, stride: int) -> list[ScoredSpan]:
     """Divide a span into windows that a model with `longest` positions reads. Each token is scored once.
 
     The first window scores as many tokens as it can, and each further one `stride` tokens, which have the most context
     that fits.
     """
-    found: list[Span] = []
+    found: list[ScoredSpan] = []
     at, end = len(span.ids) - span.num_scored, len(span.ids)
     step = max(stride, longest + 1 - at)
     while at < end:
         last = min(at + step, end)
-        found.append(Span(span.ids[max(0, last - 1 - longest) : last], last - at))
+        found.append(ScoredSpan(span.ids[max(0, last - 1 - longest) : last], last - at))
         at, step = last, stride
     return found
 
@@ -66,7 +66,7 @@ class _Row:
     scored: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list[tuple[int, int, tuple[int, ...]]])
 
 
-def _rows_of(spans: Sequence[Span]) -> list[_Row]:
+def _rows_of(spans: Sequence[ScoredSpan]) -> list[_Row]:
     """Return rows of input tokens, longest first. A span whose inputs begin another one's shares its row."""
     rows: list[_Row] = []
     # Inputs that begin others are sorted directly before them.
@@ -125,7 +125,7 @@ class Scorer:
         self._most_scored = math.inf if self._head_scores else max(1, _LOGITS_BYTES // (4 * opened.num_ids))
 
     @torch.no_grad()
-    def score(self, spans: Sequence[Span]) -> Tensor:
+    def score(self, spans: Sequence[ScoredSpan]) -> Tensor:
         """Return the log-likelihood of each span in nats, and 1.0 if each of its tokens is the likeliest, (N, 2).
 
         The result is on the CPU, in float64, and equal on all ranks.
@@ -144,6 +144,13 @@ class Scorer:
         found = all_reduce(totals[:-1].contiguous(), data).cpu()
         found[:, 1] = (found[:, 1] == 0).double()
         return found
+
+    def in_windows(self, spans: Sequence[ScoredSpan], longest: int, stride: int) -> list[tuple[float, bool]]:
+        """Return log-likelihoods as `score`, of spans that may be longer than the model reads (`windows_of`)."""
+        windows = [windows_of(span, longest, stride) for span in spans]
+        parts = iter(self.score([one for several in windows for one in several]).tolist())
+        found = [[next(parts) for _ in several] for several in windows]
+        return [(sum(value for value, _ in one), all(is_top for _, is_top in one)) for one in found]
 
     def _batch(self, batch: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the span, the log-probability and whether it is the likeliest, of each scored token of a batch."""
@@ -232,8 +239,13 @@ def _of_logits(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def score_on_ranks(
-    mesh: Mesh, source: str, step: int | None, spans: Sequence[Span], batch_tokens: int | None
+    mesh: Mesh,
+    source: str,
+    step: int | None,
+    spans: Sequence[ScoredSpan],
+    longest: int,
+    stride: int,
+    batch_tokens: int | None,
 ) -> list[tuple[float, bool]]:
-    """Open a model on this rank and score spans: a function for `run_on_ranks`."""
-    scorer = Scorer(open_model(source, mesh.plan, mesh, step), batch_tokens)
-    return [(float(value), bool(is_greedy)) for value, is_greedy in scorer.score(spans).tolist()]
+    """Open a model on this rank and score spans in windows: a function for `run_on_ranks`."""
+    return Scorer(open_model(source, mesh.plan, mesh, step), batch_tokens).in_windows(spans, longest, stride)

@@ -12,13 +12,13 @@ from typing import Any
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import ModelError, Problem
 from weft.inference.json_lines import read_lines, refuse_lines
-from weft.inference.score import Span
+from weft.inference.score import ScoredSpan
 
 _FORMS = 'Write {"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., "choices": [...], "answer": 0}'
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ScoreRecord:
     """One line of the data.
 
     Attributes:
@@ -36,7 +36,7 @@ class Record:
     answer: int | None = None
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[ScoreRecord]:
     """Read the records of a JSONL file. Empty lines are skipped.
 
     Raises:
@@ -46,7 +46,7 @@ def read_records(path: Path) -> list[Record]:
     return read_lines(path, "data", _FORMS, _read)
 
 
-def _read(number: int, said: dict[str, Any]) -> Record:
+def _read(number: int, said: dict[str, Any]) -> ScoreRecord:
     """Return the record of a line. Raise ValueError with the rule that it breaks."""
     kinds = [kind for kind in ("text", "completion", "choices") if kind in said]
     if len(kinds) != 1 or ("prompt" in said) != (kinds != ["text"]):
@@ -64,14 +64,14 @@ def _read(number: int, said: dict[str, Any]) -> Record:
         if any("\ud800" <= char <= "\udfff" for char in one):
             raise ValueError(f'"{key}": it has half of a surrogate pair, which UTF-8 cannot store. Remove it')
     if kind != "choices" or answer is None:
-        return Record(number, kind, prompt, tuple(scored))
+        return ScoreRecord(number, kind, prompt, tuple(scored))
     if type(answer) is not int or not 0 <= answer < len(scored):
         rule = f"it must be the index of one of {len(scored)} choices"
         raise ValueError(f'"answer": {json.dumps(answer)[:60]}: {rule}. Write 0 to {len(scored) - 1}')
-    return Record(number, kind, prompt, tuple(scored), answer)
+    return ScoreRecord(number, kind, prompt, tuple(scored), answer)
 
 
-def spans_of(records: Sequence[Record], tokenizer: Tokenizer, num_ids: int, path: Path) -> list[list[Span]]:
+def spans_of(records: Sequence[ScoreRecord], tokenizer: Tokenizer, num_ids: int, path: Path) -> list[list[ScoredSpan]]:
     """Return the spans of each record: one, or one for each choice.
 
     A text without a prompt follows the tokens that begin a document, or the end token if the tokenizer has none. A
@@ -88,14 +88,14 @@ def spans_of(records: Sequence[Record], tokenizer: Tokenizer, num_ids: int, path
     """
     begin = tuple(tokenizer.begin_ids.tolist())
     encoded = iter(tokenizer.encode_answers([(record.prompt, one) for record in records for one in record.scored]))
-    found: list[list[Span]] = []
+    found: list[list[ScoredSpan]] = []
     problems: list[Problem] = []
     for record in records:
-        spans: list[Span] = []
+        spans: list[ScoredSpan] = []
         for _ in record.scored:
             ids, is_scored = next(encoded)
             first = begin or (() if not is_scored.all() else (tokenizer.end_id,))
-            spans.append(Span((*first, *ids.tolist()), int(is_scored.sum())))
+            spans.append(ScoredSpan((*first, *ids.tolist()), int(is_scored.sum())))
         found.append(spans)
         highest = max(max(span.ids) for span in spans)
         why = ""
@@ -109,7 +109,9 @@ def spans_of(records: Sequence[Record], tokenizer: Tokenizer, num_ids: int, path
     return found
 
 
-def refuse_long(records: Sequence[Record], spans: Sequence[Sequence[Span]], longest: int, path: Path) -> None:
+def refuse_long(
+    records: Sequence[ScoreRecord], spans: Sequence[Sequence[ScoredSpan]], longest: int, path: Path
+) -> None:
     """Raise ConfigError with each record that has more tokens than the model reads at once."""
     problems: list[Problem] = []
     for record, several in zip(records, spans, strict=True):
@@ -161,7 +163,10 @@ def _share(right: Sequence[bool]) -> float | None:
 
 
 def results_of(
-    records: Sequence[Record], spans: Sequence[Sequence[Span]], scores: Iterator[tuple[float, bool]], path: Path
+    records: Sequence[ScoreRecord],
+    spans: Sequence[Sequence[ScoredSpan]],
+    scores: Iterator[tuple[float, bool]],
+    path: Path,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return a result for each record, and figures over all of them.
 
