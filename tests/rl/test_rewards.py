@@ -221,7 +221,15 @@ def test_turns_that_do_not_fit_are_refused(tmp_path):
     def too_long(prompt, sample):
         return [sample([65] * 17)]
 
+    def outside(prompt, sample):
+        return [sample(prompt.ids), [10**6]]
+
+    def no_list(prompt, sample):
+        return [sample(prompt.ids), 5]
+
     for function, reason in (
+        (outside, "a turn has the id 1000000, and the tokenizer has 260 entries"),
+        (no_list, "'int' object is not iterable"),
         (edits, "a sampled turn was not sampled after exactly the prompt and the turns before it"),
         (raises, r"it raised KeyError \('x'\)"),
         (nothing, "it returned no sampled turn"),

@@ -141,8 +141,11 @@ class _Dialogue(threading.Thread):
         """True if the function has ended, or waits for a sample."""
         return self.ended or self.asked is not None
 
-    def sampled(self) -> dict[str, Any]:
-        """Return the completion as JSON values of `Sampled`. Raise ValueError with the reason if turns do not fit."""
+    def sampled(self, num_ids: int) -> dict[str, Any]:
+        """Return the completion as JSON values of `Sampled`. Raise ValueError with the reason if turns do not fit.
+
+        num_ids: entries of the tokenizer.
+        """
         ids, trained, log_probs, reason = list(self.prompt.ids), list[bool](), list[float](), ""
         for turn in self.turns:
             if isinstance(turn, SampledTurn):
@@ -151,6 +154,8 @@ class _Dialogue(threading.Thread):
                 new, logs, reason = list(turn.ids), list(turn.log_probs), turn.reason
             else:
                 new = self.prompt.encode(turn) if isinstance(turn, str) else list(map(int, turn))
+                if odd := [token for token in new if not 0 <= token < num_ids]:
+                    raise ValueError(f"a turn has the id {odd[0]}, and the tokenizer has {num_ids} entries")
                 logs = [0.0] * len(new)
             ids += new
             log_probs += logs
@@ -225,12 +230,12 @@ class Dialogues:
         try:
             if asked := self._asked():
                 return {"asked": asked}
-            done = [thread.sampled() for thread in self._threads]
+            done = [thread.sampled(self._tokenizer.vocab_size) for thread in self._threads]
             longest = max(len(one["prompt_ids"]) + len(one["ids"]) for one in done)
             if longest > self._longest:
                 raise ValueError(f"its turns have {longest} tokens, and train.seq_len allows {self._longest}")
             return {"asked": [], "done": done}
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             return {"asked": [], "error": str(error)}
 
     def _asked(self) -> list[tuple[int, int, tuple[int, ...]]]:
