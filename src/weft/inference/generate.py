@@ -124,11 +124,11 @@ def write_texts(mesh: Mesh, job: GenerateJob) -> GenerateReport:
         lines = _gathered(mesh, found)
         if every is not None:
             every.write([lines[key] for key in keys])
-    tokens = on_first(mesh, lambda: every.finish() if every is not None else None)
+    texts, tokens, refused = on_first(mesh, lambda: every.finish() if every is not None else None)
     seconds = time.monotonic() - began
     if stream is not None:
         stream.close()
-    return GenerateReport(*tokens, seconds, done, stream.report.line() if stream is not None else "")
+    return GenerateReport(texts, tokens, refused, seconds, done, stream.report.line() if stream is not None else "")
 
 
 def _texts(

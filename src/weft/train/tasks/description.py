@@ -127,7 +127,7 @@ class Forwards(Protocol):
         """Run `act` on the first rank, and return its result on all ranks. The result must be a JSON value."""
         ...
 
-    def record(self, event: Mapping[str, object]) -> None:
+    def record(self, event: Mapping[str, object], /) -> None:
         """Write an event to events.jsonl while training. Does nothing on ranks other than the first."""
         ...
 
