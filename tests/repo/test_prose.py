@@ -42,6 +42,7 @@ CEILINGS: dict[str, float] = {
     "comm": 1.8,
     "config": 0.3,
     "data": 0.4,
+    "generation": 0.4,
     "hf": 0.0,
     "interop": 0.0,
     "memory": 0.3,

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.generate_file import FileOptions, generate_for_file
+from weft.cli.generate_file import (
+    DeviceOption,
+    DtypeOption,
+    FileOptions,
+    MemoryOption,
+    OutOption,
+    PlanOption,
+    PromptsOption,
+    RowsOption,
+    SamplesOption,
+    TextOptions,
+    TopPOption,
+    generate_for_file,
+)
 from weft.errors import ConfigError, did_you_mean
 from weft.hub import downloaded_folder, is_hub_text
 
@@ -19,55 +32,42 @@ if TYPE_CHECKING:
     from weft.train.tasks.generation import TextModel
 
 
+PromptOption = Annotated[
+    str | None,
+    typer.Option(help="Question to answer, or text to continue.", show_default="the first one of the held-out data"),
+]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+]
+MessagesOption = Annotated[
+    Path | None, typer.Option(help="JSON file with the messages of a conversation, and tools if there are any.")
+]
+
+
 def generate(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Folder such as runs/quickstart, a Hugging Face folder or OWNER/NAME.")
     ],
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            help="Question to answer, or text to continue.", show_default="the first one of the held-out data"
-        ),
-    ] = None,
+    prompt: PromptOption = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
-    ] = 0.8,
+    temperature: TemperatureOption = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed generates the same text.")] = 0,
     step: Annotated[int | None, typer.Option(min=0, help="Checkpoint to use.", show_default="newest valid")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the template.")] = False,
     system: Annotated[str, typer.Option(help="System message before the question.")] = "",
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
-    messages: Annotated[
-        Path | None, typer.Option(help="JSON file with the messages of a conversation, and tools if there are any.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Ask for one question after the other, as a conversation.")
-    ] = False,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSONL file of prompts, each with its own text in --out.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="With --prompts: JSONL file to write.")] = None,
-    plan: Annotated[str, typer.Option("--plan", "-p", help="With --prompts: plan of the ranks, such as tp=2.")] = "",
-    samples: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="With --prompts: texts for each prompt.", show_default="1")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, help="With --prompts: texts that a rank generates at once.", show_default="32")
-    ] = None,
-    top_p: Annotated[
-        float, typer.Option(help="With --prompts: sample among the likeliest tokens that add up to this.")
-    ] = 1.0,
-    dtype: Annotated[
-        str | None, typer.Option(help="With --prompts: fp32, bf16, fp16 or fp64.", show_default="the plan's")
-    ] = None,
-    device: Annotated[str, typer.Option(help="With --prompts: auto, cpu or cuda.")] = "auto",
-    memory: Annotated[
-        str | None, typer.Option(help="With --prompts: memory for weights, such as 2GiB; others are read from files.")
-    ] = None,
+    messages: MessagesOption = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask one question after the other, as a conversation.")] = False,
+    prompts: PromptsOption = None,
+    out: OutOption = None,
+    plan: PlanOption = "",
+    samples: SamplesOption = None,
+    rows: RowsOption = None,
+    top_p: TopPOption = 1.0,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "auto",
+    memory: MemoryOption = None,
 ) -> None:
     """Answer a question with a model that was trained on conversations, or continue a text with any other."""
     options = FileOptions(out, plan, samples, rows, top_p, dtype, device, memory)
@@ -81,10 +81,8 @@ def generate(
     turns, tools = _read_messages(messages) if messages is not None else ([], "")
     folder = source_folder(run, step)
     if prompts is not None:
-        generate_for_file(
-            folder, prompts, options, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed, step=step,
-            stops=tuple(stop or ()), system=system, raw=raw,
-        )  # fmt: skip
+        texts = TextOptions(max_tokens, temperature, top_k, seed, step, tuple(stop or ()), system, raw)
+        generate_for_file(folder, prompts, options, texts)
         return
     from weft.config.run_config import SampleSection
     from weft.train.tasks.generation import open_text_model, sample_text

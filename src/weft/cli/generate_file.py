@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from weft import env
 from weft.cli.console import print_line
@@ -12,14 +14,37 @@ from weft.config.plan import Plan
 from weft.errors import ConfigError
 from weft.units import counted, format_seconds, parse_bytes
 
+if TYPE_CHECKING:
+    from weft.inference.generate import GenerateReport
+
+PromptsOption = Annotated[Path | None, typer.Option(help="JSONL file of prompts; each text goes to --out.")]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="With --prompts: JSONL file to write.")]
+PlanOption = Annotated[str, typer.Option("--plan", "-p", help="With --prompts: plan of the ranks, such as tp=2.")]
+SamplesOption = Annotated[
+    int | None, typer.Option(min=1, max=100_000, help="With --prompts: texts for each prompt.", show_default="1")
+]
+RowsOption = Annotated[
+    int | None, typer.Option(min=1, help="With --prompts: texts in the batch of a rank.", show_default="32")
+]
+TopPOption = Annotated[
+    float, typer.Option(help="With --prompts: sample among the likeliest tokens that add up to this.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="With --prompts: fp32, bf16, fp16 or fp64.", show_default="the plan's")
+]
+DeviceOption = Annotated[str, typer.Option(help="With --prompts: auto, cpu or cuda.")]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="With --prompts: memory for weights, such as 2GiB; others are read from files.")
+]
+
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """Options of `weft generate` that belong to --prompts. The fields have the names of the options.
+    """Options of `weft generate` that need --prompts, by their names on the command line.
 
     Attributes:
         samples: texts for each prompt.
-        rows: texts that a rank generates at once.
+        rows: texts in the batch of a rank.
     """
 
     out: Path | None
@@ -42,34 +67,35 @@ class FileOptions:
             raise ConfigError(f"--prompts={prompts}: the texts need a file. Add --out texts.jsonl.")
 
 
-def generate_for_file(
-    folder: Path,
-    prompts: Path,
-    options: FileOptions,
-    *,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    step: int | None,
-    stops: Sequence[str],
-    system: str,
-    raw: bool,
-) -> None:
-    """Generate texts for all prompts of a file on the plan's ranks, and print what was done.
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """Options of `weft generate` that apply to one prompt and to a file of prompts.
+
+    Attributes:
+        step: step of a run's checkpoint; None for the newest valid one.
+        stops: texts that end a result.
+        system: system message, or "".
+        raw: True to use prompts without the chat template.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    seed: int
+    step: int | None
+    stops: tuple[str, ...]
+    system: str
+    raw: bool
+
+
+def generate_for_file(folder: Path, prompts: Path, options: FileOptions, texts: TextOptions) -> None:
+    """Generate texts for all prompts of a file on the ranks of a plan, and print a summary.
 
     Args:
         folder: a run's folder or a Hugging Face folder.
         prompts: JSONL file.
         options: the other options of files.
-        max_tokens: maximum number of new tokens of a text.
-        temperature: temperature of sampling.
-        top_k: sample among the k most likely tokens.
-        seed: seed of sampling.
-        step: step of a run's checkpoint; None for the newest valid one.
-        stops: texts that end a result.
-        system: system message, or "".
-        raw: True to use prompts without the chat template.
+        texts: the options of texts.
 
     Raises:
         ConfigError, DataError: if the prompts or the options are wrong.
@@ -89,27 +115,30 @@ def generate_for_file(
 
         start_imports(str(folder) if (folder / "config.json").is_file() else None)
     from weft.generation.requests import Sampling
-    from weft.inference.generate import GenerateJob, generate_file
+    from weft.inference.generate import GenerateJob, write_texts
     from weft.inference.prompts import read_prompts
 
     read_prompts(prompts)  # before ranks start
-    sampling = Sampling(max_tokens, temperature, top_k, options.top_p, seed)
+    sampling = Sampling(texts.max_tokens, texts.temperature, texts.top_k, options.top_p, texts.seed)
     job = GenerateJob(
-        str(folder), prompts, out, sampling, options.samples or 1, options.rows or 32, tuple(stops), system, raw, step,
-        options.dtype, memory,
+        str(folder), prompts, out, sampling, options.samples or 1, options.rows or 32, texts.stops, texts.system,
+        texts.raw, texts.step, options.dtype, memory,
     )  # fmt: skip
     for note in notes if place is None or place.rank == 0 else ():
         print_line(note)
-    report = run_on_ranks(generate_file, settled, job, device=options.device)
-    if report is None:
-        return
+    report = run_on_ranks(write_texts, settled, job, device=options.device)
+    if report is not None:
+        _print(report, out)
+
+
+def _print(report: GenerateReport, out: Path) -> None:
     if report.kept:
         print_line(f"{counted(report.kept, 'text')} of an earlier, unfinished call kept.")
     if report.refused:
         print_line(f'{counted(report.refused, "prompt")} refused: see "error" in {out}.')
-    speed = f" in {format_seconds(report.seconds)}" if report.seconds else ""
     if report.streaming:
         print_line(report.streaming)
+    speed = f" in {format_seconds(report.seconds)}" if report.seconds else ""
     print(f"{counted(report.texts, 'text')} with {counted(report.tokens, 'token')}{speed}: {out}")
 
 

@@ -1,4 +1,4 @@
-"""Generation of many texts at once: prompts join a batch as soon as rows are free, and texts leave when they end.
+"""Generation of many texts in one batch: prompts join it as soon as rows are free, and texts leave when they end.
 
 B rows, T tokens, V vocabulary.
 """
@@ -30,7 +30,7 @@ class Limits:
     Attributes:
         vocab_size: ids from 0 are below this. Ids beyond are never sampled.
         max_positions: prompt and new tokens of a text together are at most this many.
-        rows: number of texts that are generated at once.
+        rows: number of texts in the batch.
     """
 
     vocab_size: int
@@ -131,7 +131,7 @@ class _Batch:
         Returns the rows that ended, and removes prompts from `waiting`.
         """
         free = self._limits.rows - len(self.rows)
-        # Joining copies the cache, so several rows join at once: from a quarter of the rows free until all are used.
+        # Joining copies the cache, so several rows join together: from a quarter of the rows free until all are used.
         self._fills = bool(waiting) and free > 0 and (self._fills or not self.rows or 4 * free >= self._limits.rows)
         if self._fills:
             return self._begin(_first_group(waiting, free))

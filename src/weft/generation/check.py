@@ -24,7 +24,7 @@ _checked = weakref.WeakSet[nn.Module]()
 
 @torch.no_grad()
 def expect_rows(model: nn.Module, vocab_size: int) -> None:
-    """Compare logits of two prompts that join in one batch with those of each text alone, once per model.
+    """Compare logits of two texts in one batch with the logits of each text alone, once per model.
 
     Collective over the ranks that share the model's weights.
 

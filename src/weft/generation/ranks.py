@@ -36,7 +36,7 @@ class Alone:
 
 
 class MeshRanks:
-    """Ranks of a mesh. Ranks along tp and pp compute the same rows; data ranks have rows of their own.
+    """Ranks of a mesh. Ranks along tp and pp compute the same rows, and data ranks different ones.
 
     Args:
         mesh: the mesh of the model's plan.

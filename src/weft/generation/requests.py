@@ -15,7 +15,7 @@ class Sampling:
     """How the tokens of requests are sampled.
 
     Attributes:
-        max_tokens: maximum number of new tokens of a request; fewer where the model's context ends.
+        max_tokens: maximum number of new tokens of a request; fewer if the model's context ends before.
         temperature: divides the logits; 0 always takes the most likely token.
         top_k: sample among the k most likely tokens; None: among all.
         top_p: sample among the most likely tokens whose probabilities add up to this; 1: among all.

@@ -1,7 +1,7 @@
 """A key-value cache of rows that start at different columns, join later and leave earlier.
 
 All rows end at the same column, so a new token is one column for all. A row that joins is padded on its left, or the
-others are. Works on the caches of transformers and of Weft's decoders, whose layers it knows by class.
+others are. Supports the caches of transformers and of Weft's decoders, by the class of each layer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class RowCache:
         model: a Decoder, or a model of transformers.
 
     Attributes:
-        cache: what the model takes: a `Cache`, or a DynamicCache of transformers.
+        cache: argument of the model: a `Cache`, or a DynamicCache of transformers.
         starts: the column of each row's first token.
-        num_columns: number of columns, which is where the next token goes.
+        num_columns: number of columns, and the column of the next token.
 
     Raises:
-        ModelError: if a layer's cache is of a class that is not known here.
+        ModelError: if a layer's cache is of another class.
     """
 
     def __init__(self, model: nn.Module):
@@ -46,12 +46,12 @@ class RowCache:
     def started(self, num_rows: int, num_tokens: int) -> None:
         """Note that `num_rows` rows of `num_tokens` tokens each were computed into the empty cache."""
         self.starts, self.num_columns = [0] * num_rows, num_tokens
-        self._tell()
+        self._set_lengths()
 
     def advanced(self) -> None:
         """Note that one token was added to each row."""
         self.num_columns += 1
-        self._tell()
+        self._set_lengths()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order, and drop columns that none of them uses."""
@@ -61,7 +61,7 @@ class RowCache:
         self.num_columns -= unused
         for layer in self.cache.layers:
             _keep(layer, rows, unused)
-        self._tell()
+        self._set_lengths()
 
     def join(self, other: RowCache) -> None:
         """Append the rows of another cache of the same model. `other` must not be used afterwards."""
@@ -75,15 +75,15 @@ class RowCache:
         for layer, joined in zip(self.cache.layers, other.cache.layers, strict=True):
             _join(layer, joined)
         self.starts += other.starts
-        self._tell()
+        self._set_lengths()
 
     def mask(self, device: torch.device) -> Tensor:
         """Return 1 for tokens and 0 for padding, (B, columns + 1): for the next token of each row."""
         columns = torch.arange(self.num_columns + 1, device=device)
         return (columns >= torch.tensor(self.starts, device=device)[:, None]).long()
 
-    def _tell(self) -> None:
-        """Tell the cache what its layers do not know: first columns, and lengths of blocks on other pipeline ranks."""
+    def _set_lengths(self) -> None:
+        """Set values in the cache: first columns, and lengths of blocks on other pipeline ranks."""
         if isinstance(self.cache, Cache):
             self.cache.starts_B = torch.tensor(self.starts) if any(self.starts) else None
         for layer in self.cache.layers:
@@ -120,21 +120,21 @@ def _transformers_cache(model: nn.Module) -> Any:
         )
     cache = DynamicCache(config=text)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    _expect_known(model, cache.layers)
+    _expect_supported(model, cache.layers)
     return cache
 
 
-def _expect_known(model: nn.Module, layers: Sequence[Any]) -> None:
+def _expect_supported(model: nn.Module, layers: Sequence[Any]) -> None:
     for layer in layers:
-        if not isinstance(layer, LayerCache) and type(layer).__name__ not in _KNOWN:
+        if not isinstance(layer, LayerCache) and type(layer).__name__ not in _SUPPORTED:
             raise ModelError(
                 f"generation with {type(model).__name__}: its cache has a {type(layer).__name__}, which Weft does not "
                 "know how to divide into rows. Generate with transformers."
             )
 
 
-#: Classes of transformers whose parts `_keep`, `_pad` and `_join` know.
-_KNOWN = frozenset(
+#: Classes of transformers that `_keep`, `_pad` and `_join` support.
+_SUPPORTED = frozenset(
     {"DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
      "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer"}
 )  # fmt: skip

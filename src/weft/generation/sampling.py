@@ -31,8 +31,8 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Return one id per row and its log probability, (B,) each.
 
-    Sampling inverts the cumulative distribution, so rounding of the logits changes a token only where the random number
-    lies at a border between two tokens.
+    Sampling inverts the cumulative distribution, so rounding of the logits changes a token only if the random number
+    is at the border between two tokens.
 
     Args:
         logits_BV: any dtype; computed in fp32 or wider.

@@ -33,7 +33,7 @@ _STOP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """What `weft generate --prompts` does.
+    """A call of `weft generate --prompts`.
 
     Attributes:
         source: a run's folder or a Hugging Face folder.
@@ -41,7 +41,7 @@ class GenerateJob:
         out: JSONL file to write.
         sampling: how tokens are sampled; its stop ids are replaced by the tokenizer's.
         samples: texts for each prompt.
-        rows: texts that a rank generates at once.
+        rows: texts in the batch of a rank.
         stops: texts that end a result.
         system: system message, or "".
         raw: True to use prompts without the chat template.
@@ -65,10 +65,10 @@ class GenerateJob:
 
     def digest(self) -> str:
         """Return a digest of all that determines the texts, to recognize an unfinished result."""
-        said = {**asdict(self), "prompts": hashlib.sha256(self.prompts.read_bytes()).hexdigest()}
+        values = {**asdict(self), "prompts": hashlib.sha256(self.prompts.read_bytes()).hexdigest()}
         for name in ("out", "rows", "memory_bytes"):  # they do not change texts
-            del said[name]
-        return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()[:16]
+            del values[name]
+        return hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class GenerateReport:
     streaming: str = ""
 
 
-def generate_file(mesh: Mesh, job: GenerateJob) -> GenerateReport:
+def write_texts(mesh: Mesh, job: GenerateJob) -> GenerateReport:
     """Generate the texts of a job. All ranks call it; rank 0 writes `job.out`.
 
     Results of finished chunks are kept in `job.out` + ".part". A later call of the same job continues after them.
@@ -206,6 +206,6 @@ class _Results:
         draft.write_bytes(b"".join(line + b"\n" for line in lines))
         os.replace(draft, self._out)
         self._part.unlink()
-        said = [json.loads(line) for line in lines]
-        counts = [one["tokens"] for one in said if "error" not in one]
-        return len(counts), sum(counts), len(said) - len(counts)
+        values = [json.loads(line) for line in lines]
+        counts = [one["tokens"] for one in values if "error" not in one]
+        return len(counts), sum(counts), len(values) - len(counts)

@@ -22,11 +22,11 @@ class Prompt:
 
     Attributes:
         index: number of the line among those with text, from 0.
-        said: the line's object. Its other fields are copied to the result.
+        fields: the line's object. All of its fields are copied to the result.
     """
 
     index: int
-    said: dict[str, Any]
+    fields: dict[str, Any]
 
     def ids(self, tokenizer: Tokenizer, system: str, raw: bool) -> list[int]:
         """Return the prompt's token ids. A prompt of a tokenizer with a chat template becomes a user's message.
@@ -39,16 +39,16 @@ class Prompt:
         Raises:
             DataError: if the template rejects the messages.
         """
-        if "prompt_ids" in self.said:
-            return list(self.said["prompt_ids"])
+        if "prompt_ids" in self.fields:
+            return list(self.fields["prompt_ids"])
         turns = [Turn("system", system)] if system else []
-        if "messages" in self.said:
-            turns += read_turns(self.said["messages"], "role", "content")
-            tools = self.said.get("tools")
+        if "messages" in self.fields:
+            turns += read_turns(self.fields["messages"], "role", "content")
+            tools = self.fields.get("tools")
             return tokenizer.encode_prompt(turns, json.dumps(tools) if tools else "").tolist()
         if raw or tokenizer.template is None:
-            return tokenizer.encode(self.said["prompt"])
-        return tokenizer.encode_prompt([*turns, Turn("user", self.said["prompt"])]).tolist()
+            return tokenizer.encode(self.fields["prompt"])
+        return tokenizer.encode_prompt([*turns, Turn("user", self.fields["prompt"])]).tolist()
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -58,16 +58,16 @@ def read_prompts(path: Path) -> list[Prompt]:
         DataError: if the file cannot be read or has no lines.
         ConfigError: with each bad line and its number.
     """
-    found = read_lines(path, "prompts", _FORMS, lambda number, said: _read(said))
-    return [Prompt(index, said) for index, said in enumerate(found)]
+    found = read_lines(path, "prompts", _FORMS, lambda number, fields: _read(fields))
+    return [Prompt(index, fields) for index, fields in enumerate(found)]
 
 
-def _read(said: dict[str, Any]) -> dict[str, Any]:
+def _read(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the object of a line. Raise ValueError if it is no prompt."""
-    forms = [name for name in ("prompt", "messages", "prompt_ids") if name in said]
+    forms = [name for name in ("prompt", "messages", "prompt_ids") if name in fields]
     if len(forms) != 1:
         raise ValueError(f"it has {' and '.join(forms) or 'no prompt'}. {_FORMS}")
-    value = said[forms[0]]
+    value = fields[forms[0]]
     if forms[0] == "prompt" and not isinstance(value, str):
         raise ValueError(f"prompt is {type(value).__name__}, not text. {_FORMS}")
     if forms[0] == "prompt_ids" and not (
@@ -81,7 +81,7 @@ def _read(said: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(str(error)) from None
         if turns[-1].role == "assistant":
             raise ValueError("the last message is the assistant's. End with a question")
-    return said
+    return fields
 
 
 def result_line(prompt: Prompt, sample: int, done: Completion, text: str) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def result_line(prompt: Prompt, sample: int, done: Completion, text: str) -> dic
 
     Args:
         prompt: the prompt.
-        sample: index of the text among those of one prompt.
+        sample: index of the text among the texts of one prompt.
         done: the text's tokens.
         text: the tokens' text, cut at a stop text.
     """
-    line = {**prompt.said, "index": prompt.index, "sample": sample}
+    line = {**prompt.fields, "index": prompt.index, "sample": sample}
     if done.error:
         return {**line, "error": done.error}
     return {

@@ -173,13 +173,7 @@ def plan_sequence(
             f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
             "blocks. Use sp=off."
         )
-    # Other second lists, such as an encoder's convolutions, have other tokens.
-    is_pair = (
-        len(chains) == 2
-        and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        and any(second_states(block) for block in repeated_blocks(model).values())
-    )
-    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not is_pair:
+    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not (len(chains) == 2 and _is_pair(model)):
         raise LayoutError(
             f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
             f"{len(chains)}. Use sp=off."
@@ -206,6 +200,15 @@ def plan_sequence(
     return TokenSharding(
         tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed, full, pads
     )
+
+
+def _is_pair(model: nn.Module) -> bool:
+    """Return True if two lists of blocks are an encoder and a decoder that reads the encoder's states.
+
+    The tokens of other lists, such as an audio encoder's convolutions, are not those of the blocks.
+    """
+    is_named = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return is_named and any(second_states(block) for block in repeated_blocks(model).values())
 
 
 def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, Style]) -> int:
