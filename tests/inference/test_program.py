@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.inference.models import write_folder
-from tests.inference.test_open_model import SMALL
 from weft.cli import app as main
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
@@ -16,15 +15,6 @@ from weft.inference import program
 from weft.inference.open_model import open_model
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory) -> Path:
-    home = tmp_path_factory.mktemp("runs")
-    (home / "text.txt").write_text("warp and weft " * 200)
-    words = [f"data.train={home}/text.txt", f"run.dir={home}", "run.name=decoder"]
-    assert main.run(["train", *SMALL, *words]) == 0
-    return home / "decoder"
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +26,10 @@ def export(source: Path, file: Path, *words: str) -> int:
     return main.run(["export", str(source), str(file), "--to", "program", *words])
 
 
-def expect_equal(source: Path, file: Path, shape: tuple[int, int]) -> None:
+def expect_equal(source: Path, file: Path, shape: tuple[int, int], dtype: str = "fp32") -> None:
     """Compare the program's logits with the model's for ids of a shape that the export did not try."""
     ids = torch.randint(0, 250, shape, generator=torch.Generator().manual_seed(5))
-    plan = Plan(precision="fp32")
+    plan = Plan(precision=dtype)
     model = program.TokenLogits(open_model(source, plan, build_mesh(plan)).model)
     with torch.no_grad():
         wanted, found = model(ids), torch.export.load(file).module()(ids)
@@ -48,10 +38,12 @@ def expect_equal(source: Path, file: Path, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.full
-def test_program_of_a_decoder_computes_its_logits(decoder, tmp_path, capsys):
-    assert export(decoder, tmp_path / "decoder.pt2") == 0
+@pytest.mark.parametrize("name", ["decoder", "decoder_lora", "folder_lora"])
+def test_program_of_a_run_computes_its_logits(name, runs, tmp_path, capsys):
+    """Adapters are merged."""
+    assert export(Path(runs[name]), tmp_path / "run.pt2") == 0
     assert "batch and length may vary" in capsys.readouterr().err
-    expect_equal(decoder, tmp_path / "decoder.pt2", (5, 33))
+    expect_equal(Path(runs[name]), tmp_path / "run.pt2", (5, 33))
 
 
 def test_program_of_a_hugging_face_model_computes_its_logits(folder, tmp_path, capsys):
@@ -60,6 +52,19 @@ def test_program_of_a_hugging_face_model_computes_its_logits(folder, tmp_path, c
     expect_equal(folder, tmp_path / "llama.pt2", (1, 64))
     assert export(folder, tmp_path / "llama.pt2") == 2
     assert "the file exists" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_experts_are_chosen_by_the_ids_that_the_program_gets(runs, tmp_path, capfd):
+    """torch traces grouped matmuls only in bf16."""
+    source = Path(runs["experts"])
+    assert export(source, tmp_path / "run.pt2", "--dtype", "bf16") == 0
+    expect_equal(source, tmp_path / "run.pt2", (5, 33), "bf16")
+    capfd.readouterr()
+    assert export(source, tmp_path / "other.pt2") == 2
+    error = capfd.readouterr().err
+    assert "Experts need --dtype bf16." in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.full

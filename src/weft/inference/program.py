@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +102,7 @@ def _traced(model: TokenLogits, num_ids: int, longest: int) -> tuple[torch.expor
             if name in varies
         }
         try:
-            with torch.no_grad(), warnings.catch_warnings():
+            with torch.no_grad(), warnings.catch_warnings(), _without_logs():
                 warnings.simplefilter("ignore")
                 return torch.export.export(model, (example,), dynamic_shapes=(dims,), strict=False), varies
         except Exception as error:  # tracing runs the model's own code, which may raise anything
@@ -107,8 +110,20 @@ def _traced(model: TokenLogits, num_ids: int, longest: int) -> tuple[torch.expor
     why = (str(errors[-1]).strip() or type(errors[-1]).__name__).partition("\n")[0].rstrip(".")
     name = type(model.model).__name__
     raise ModelError(
-        f"--to program: torch.export cannot trace {name} ({why}). Export a folder instead: weft export RUN FOLDER."
+        f"--to program: torch.export cannot trace {name} ({why}). Export a folder instead: weft export RUN FOLDER. "
+        "Experts need --dtype bf16."
     ) from errors[-1]
+
+
+@contextlib.contextmanager
+def _without_logs() -> Generator[None]:
+    """Silence loggers: torch logs tracebacks of errors that it also raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _ids(shape: tuple[int, int], num_ids: int) -> Tensor:
