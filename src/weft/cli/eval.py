@@ -13,7 +13,7 @@ import typer
 from weft import env
 from weft.cli.console import print_line, table
 from weft.cli.generate import source_folder
-from weft.cli.score import DTYPE_HELP, PLAN_HELP
+from weft.cli.score import DTYPE_HELP, PLAN_HELP, is_first_rank
 from weft.errors import ConfigError, MissingExtra, did_you_mean
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def evaluate(
     opened = open_run(folder, "be evaluated")
     if opened is not None:
         step = load_checkpoint(find_checkpoint(opened, step), verify=True).step
-    for note in notes:
+    for note in notes if is_first_rank() else ():
         print_line(note)
     settings = {"num_fewshot": few_shot, "limit": limit, "apply_chat_template": chat}
     where = str(task_folder) if task_folder is not None else None
@@ -93,7 +93,7 @@ def _source(run: str) -> tuple[Path, int | None]:
 
 
 def _keep(run: RunFolder, step: int, found: dict[str, dict[str, Any]]) -> Path:
-    """Add figures to those of other tasks in the run's file of a step, and return the file."""
+    """Add figures to the run's file of a step, which may have other tasks, and return its path."""
     file = run.path / "evals" / f"step_{step:08d}.json"
     file.parent.mkdir(exist_ok=True)
     before = json.loads(file.read_text()) if file.is_file() else {}

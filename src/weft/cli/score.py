@@ -63,7 +63,7 @@ def score(
     if no_windows:
         refuse_long(records, spans, longest, data)
     _refuse_out(out)
-    for note in notes if _is_first() else ():
+    for note in notes if is_first_rank() else ():
         print_line(note)
     stride = min(stride or max(1, longest // 2), longest)
     every = [span for several in spans for span in several]
@@ -80,7 +80,8 @@ def score(
     print(json.dumps(figures, indent=1) if as_json else "\n".join(_lines(figures)))
 
 
-def _is_first() -> bool:
+def is_first_rank() -> bool:
+    """Return True unless this process is a rank of a launcher other than the first."""
     place = env.rank_env()
     return place is None or place.rank == 0
 

@@ -57,7 +57,7 @@ def refuse_lines(problems: Sequence[Problem]) -> None:
 
 
 def _object(line: bytes, forms: str) -> dict[str, Any]:
-    """Return the object of a line. Raise ValueError if it is none."""
+    """Return the object of a line. Raise ValueError for other JSON."""
     try:
         said: Any = json.loads(line)
     except UnicodeDecodeError:

@@ -32,9 +32,9 @@ from weft.train.weights.decoder_files import base_of, tokenizer_of
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUntypedBaseClass=false
 
-#: Tokens that lm-eval reads at once if neither model nor tokenizer limits them, and new tokens if a task has no limit.
+#: Defaults of lm-eval: longest text, and number of new tokens.
 _USUAL_LENGTH, _USUAL_NEW = 2048, 256
-#: Settings of a task that may say how many tokens are new, the first that is set.
+#: Settings of a task with the number of new tokens. The first that is set counts.
 _NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 #: Results that are no figures.
 _SILENT = ("alias", "sample_len", "name")
@@ -85,7 +85,7 @@ def _library_tokenizer(source: str) -> Any:
 
 
 class MeshLM(TemplateLM):
-    """A model of lm-eval whose weights or requests ranks share. Tokens and figures are those of lm-eval's `HFLM`.
+    """A model of lm-eval whose weights or requests ranks share. Its figures equal those of `HFLM`.
 
     Args:
         opened: the model.

@@ -100,7 +100,7 @@ def open_model(
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """What the files of a run or a Hugging Face folder say about its model. The attributes are those of `OpenedModel`.
+    """Tokenizer and sizes of a model, from the files of a run or a Hugging Face folder, as in `OpenedModel`.
 
     run: the run, or None for a Hugging Face folder.
     """
@@ -145,7 +145,7 @@ def _folder_model(folder: Path, config: Any) -> tuple[nn.Module, StateSource]:
 
 
 def _run_model(run: RunFolder, checkpoint: Checkpoint, mesh: Mesh, config: Any) -> nn.Module:
-    """Return a run's model under the mesh's plan. config: that of `SourceFacts`."""
+    """Return a run's model under the mesh's plan. config: as in `SourceFacts`."""
     settings = run.config()
     base, has_adapter = None if isinstance(config, DecoderSpec) else base_of(run), bool(settings.adapter.rank)
     layout = Layout.read(settings.layout) if settings.layout else None

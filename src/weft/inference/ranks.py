@@ -21,7 +21,7 @@ from weft.verify.rank_pool import RankError, RankPool
 Result = TypeVar("Result")
 
 DEVICES = ("auto", "cpu", "cuda")
-#: Fields that change how a model trains, and not what its forward computes.
+#: Fields of training. They do not change the result of a forward.
 _OF_TRAINING = ("accumulation", "reduce", "compress", "sync", "recompute", "mlp_tiles", "reshard", "graphs", "compile")
 #: Fields that change the forward, and are not used here: a pass without gradients keeps no activations to shard, and
 #: weights are gathered exactly.
@@ -29,7 +29,7 @@ _NOT_USED = ("sp", "tp_chunks", "gather")
 
 
 def read_plan(text: str) -> Plan:
-    """Read a plan. `*` stands for what the started ranks, or this machine's GPUs, leave.
+    """Read a plan. `*` takes the started ranks, or this machine's GPUs, that other axes leave.
 
     Raises:
         PlanError: for a bad plan.
@@ -39,7 +39,7 @@ def read_plan(text: str) -> Plan:
 
 
 def inference_plan(plan: Plan, dtype: str | None = None) -> tuple[Plan, list[str]]:
-    """Return the plan without what matters only in training, and lines for users about what was left out.
+    """Return the plan without settings of training, and lines for users about those left out.
 
     Args:
         plan: the user's plan.

@@ -60,7 +60,7 @@ def windows_of(span: ScoredSpan, longest: int, stride: int) -> list[ScoredSpan]:
 
 @dataclass(slots=True)
 class _Row:
-    """Input tokens, and what is scored in them: index of a span, position of its first label, and its labels."""
+    """Input tokens, and spans in them: index of the span, position of its first label, and its labels."""
 
     ids: tuple[int, ...]
     scored: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list[tuple[int, int, tuple[int, ...]]])
@@ -169,9 +169,9 @@ class Scorer:
         return torch.tensor(owners, device=device), *self._log_probs(ids_BT.to(device), *there)
 
     def _log_probs(self, ids_BT: Tensor, places_R: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log p(label) after the tokens at `places`, indices into the flattened rows, and if it is the largest.
+        """Return log p(label) after some tokens, and if it is the largest.
 
-        The head gets only these tokens.
+        The head gets only these tokens. places_R: their indices in the flattened rows.
         """
         is_chosen = False
 

@@ -74,8 +74,8 @@ def _read(number: int, said: dict[str, Any]) -> ScoreRecord:
 def spans_of(records: Sequence[ScoreRecord], tokenizer: Tokenizer, num_ids: int, path: Path) -> list[list[ScoredSpan]]:
     """Return the spans of each record: one, or one for each choice.
 
-    A text without a prompt follows the tokens that begin a document, or the end token if the tokenizer has none. A
-    token that spans the end of a prompt is scored.
+    A text without a prompt follows the tokens that begin a document, or the end token if the tokenizer does not begin
+    documents. A token that spans the end of a prompt is scored.
 
     Args:
         records: the records.
@@ -112,7 +112,7 @@ def spans_of(records: Sequence[ScoreRecord], tokenizer: Tokenizer, num_ids: int,
 def refuse_long(
     records: Sequence[ScoreRecord], spans: Sequence[Sequence[ScoredSpan]], longest: int, path: Path
 ) -> None:
-    """Raise ConfigError with each record that has more tokens than the model reads at once."""
+    """Raise ConfigError with each record that is longer than the model's context."""
     problems: list[Problem] = []
     for record, several in zip(records, spans, strict=True):
         most = max(len(span.ids) - 1 for span in several)
