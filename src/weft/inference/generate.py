@@ -93,7 +93,7 @@ class GenerateReport:
 
 
 def write_texts(mesh: Mesh, job: GenerateJob) -> GenerateReport:
-    """Generate the texts of a job. All ranks call it; rank 0 writes `job.out`.
+    """Write the texts of a job. All ranks call it, and rank 0 writes `job.out`.
 
     Results of finished chunks are kept in `job.out` + ".part". A later call of the same job continues after them.
 
