@@ -44,7 +44,7 @@ CEILINGS: dict[str, float] = {
     "data": 0.4,
     "generation": 0.4,
     "hf": 0.0,
-    "inference": 0.4,
+    "inference": 0.0,
     "interop": 0.0,
     "memory": 0.3,
     "models": 1.8,

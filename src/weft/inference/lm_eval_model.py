@@ -85,7 +85,7 @@ def _library_tokenizer(source: str) -> Any:
 
 
 class MeshLM(TemplateLM):
-    """A model of lm-eval whose weights or requests ranks share. Its figures equal those of `HFLM`.
+    """A model of lm-eval whose weights or requests ranks share. Figures equal `HFLM`'s.
 
     Args:
         opened: the model.

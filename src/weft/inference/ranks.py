@@ -80,7 +80,7 @@ def run_on_ranks(function: Callable[..., Result], plan: Plan, *args: Any, device
     Raises:
         PlanError: if the number of started ranks, or of GPUs, does not fit the plan, or the device is unknown.
         ConfigError: with the message of a rank's WeftError.
-        CommError: if a rank failed in another way, or died.
+        CommError: if a rank failed with another error, or died.
     """
     if device not in DEVICES:
         raise PlanError(f"device={device}: not one of {', '.join(DEVICES)}. Use auto.")
