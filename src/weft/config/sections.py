@@ -234,6 +234,17 @@ class GrpoSection(Section):
     rollout: CodeName | None = Field(default=None, examples=["tools.py:rollout"])
     """Function rollout(prompt, sample) that returns the turns of one completion, for several turns and tools. By
     default one sample."""
+    engine: Address | None = Field(default=None, examples=["http://127.0.0.1:8000"])
+    """Address of a vLLM or SGLang server that samples the completions. By default the training ranks sample."""
+    engine_kind: Literal["vllm", "sglang"] = "vllm"
+    """Program behind `engine`."""
+    engine_folder: str = ""
+    """Hugging Face folder for the current weights, which the engine sees under the same path. vLLM is started with
+    this folder. It is written before each rollout."""
+    engine_token: SecretRef | None = None
+    """Bearer token of `engine`: env:NAME or file:PATH."""
+    engine_timeout: Duration = "10m"
+    """Time limit of one request to `engine`."""
 
 
 # Resources of the machine: ranks and devices, pinned memory, GPU kernels.

@@ -6,16 +6,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from weft.config.sections import GrpoSection
 from weft.data.text.tokenizer import Tokenizer
-from weft.errors import StepRefused
+from weft.errors import CommError, StepRefused
 from weft.generation.batch import Limits
+from weft.generation.http_engine import HttpEngine
 from weft.generation.requests import Completion, Request, Sampling
+from weft.monitor.sinks.base import secret_of
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.state.precision import Precision
 from weft.rl.prompts import PromptRecord, decoded
 from weft.train.engine import derive_seed
 from weft.train.script.generating import complete
+from weft.train.script.script_export import export_pretrained
 from weft.train.tasks.description import Forwards
+from weft.units import parse_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,9 @@ class Sampler:
     def __init__(self, forwards: Forwards, sampling: Sampling, limits: Limits):
         self._forwards, self._sampling, self._limits = forwards, sampling, limits
 
+    def update(self) -> None:
+        """Do nothing: the weights are those of the training ranks."""
+
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completion of each request, on all ranks.
 
@@ -68,7 +79,73 @@ class Sampler:
         return found
 
 
-def sample_prompts(sampler: Sampler, prompts: Sequence[PromptRecord], number: int, step: int) -> list[Sampled]:
+class EngineSampler:
+    """Samples completions with a vLLM or SGLang server, after writing the current weights for it.
+
+    Args:
+        forwards: the sharded model, of transformers.
+        grpo: address and folder of the engine.
+        sampling: settings for all requests.
+        limits: bounds of the model.
+    """
+
+    def __init__(self, forwards: Forwards, grpo: GrpoSection, sampling: Sampling, limits: Limits):
+        self._forwards, self._sampling, self._limits = forwards, sampling, limits
+        self._folder = Path(grpo.engine_folder).absolute()
+        assert grpo.engine is not None
+        token = secret_of(grpo.engine_token, "grpo.engine_token") if forwards.rank == 0 else None
+        timeout_s = parse_seconds(grpo.engine_timeout)
+        self._engine = HttpEngine(grpo.engine_kind, grpo.engine, str(self._folder), token, timeout_s)
+
+    def update(self) -> None:
+        """Write the weights in the dtype of the plan's forward, and make the engine read them. All ranks call it.
+
+        Raises:
+            StepRefused: if the engine cannot read them.
+        """
+        model, mesh = self._forwards.model, self._forwards.mesh
+        data_parallel(model).wait_for_weights()
+        export_pretrained(mesh, model, self._folder, Precision.of(mesh.plan).compute, {})
+        self._on_first(lambda: self._engine.load(self._folder))
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return the completion of each request, on all ranks.
+
+        Raises:
+            StepRefused: if a prompt cannot be continued, or the engine fails.
+        """
+
+        def ask() -> list[Any]:
+            found = self._engine.complete(requests, self._sampling, self._limits)
+            return [[one.key, one.ids, one.log_probs, one.reason, one.error] for one in found]
+
+        found = [
+            Completion(key, tuple(ids), tuple(log_probs), reason, error)
+            for key, ids, log_probs, reason, error in self._on_first(ask)
+        ]
+        if error := next((one.error for one in found if one.error), ""):
+            raise StepRefused(f"grpo: {error}")
+        return found
+
+    def _on_first(self, act: Callable[[], Any]) -> Any:
+        """Return the result of the first rank on all ranks. Raise StepRefused on all of them if the engine fails."""
+
+        def caught() -> list[Any]:
+            try:
+                return [act(), ""]
+            except CommError as error:
+                return [None, str(error)]
+
+        result, error = self._forwards.on_first(caught)
+        if error:
+            raise StepRefused(error)
+        return result
+
+
+AnySampler = Sampler | EngineSampler
+
+
+def sample_prompts(sampler: AnySampler, prompts: Sequence[PromptRecord], number: int, step: int) -> list[Sampled]:
     """Return `number` completions of each prompt. The completions of one prompt are adjacent.
 
     The key of a completion derives from the step, the prompt's position and the completion's index.
@@ -188,7 +265,12 @@ class Dialogues:
         self._threads: list[_Dialogue] = []
 
     def sample(
-        self, forwards: Forwards, sampler: Sampler, prompts: Sequence[PromptRecord], number: int, step: int
+        self,
+        forwards: Forwards,
+        sampler: AnySampler,
+        prompts: Sequence[PromptRecord],
+        number: int,
+        step: int,
     ) -> list[Sampled]:
         """Return `number` completions of each prompt. All ranks call it.
 

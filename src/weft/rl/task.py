@@ -32,7 +32,7 @@ from weft.rl.metrics import StepSums, reward_metrics, write_samples
 from weft.rl.objective import policy_losses, token_log_probs
 from weft.rl.prompts import PromptBatches, decoded, prompt_rows
 from weft.rl.rewards import RewardFunctions
-from weft.rl.rollout import Dialogues, Sampler, sample_prompts
+from weft.rl.rollout import Dialogues, EngineSampler, Sampler, sample_prompts
 from weft.rl.scored import Rollout, RolloutFiles, TokenValues, score
 from weft.train.data_share import Share
 from weft.train.folder import RunFolder, free_name
@@ -158,6 +158,10 @@ class GrpoTask(DecoderTask):
              "method=distill needs a teacher, and other methods use none. Set both, or neither."),
             (grpo.method == "distill" and grpo.beta > 0, "grpo.beta", grpo.beta,
              "distill already follows its teacher. Leave it out."),
+            (bool(grpo.engine) != bool(grpo.engine_folder), "grpo.engine_folder", grpo.engine_folder or '""',
+             "an engine reads its weights from a folder, and without one none is written. Set both, or neither."),
+            (bool(grpo.engine) and not self.config.model.path, "grpo.engine", grpo.engine,
+             "engines serve Hugging Face models, and this is a decoder of Weft. Leave it out, or use model.path."),
             (grpo.max_tokens > train.seq_len, "grpo.max_tokens", grpo.max_tokens,
              f"with its prompt, a completion has at most train.seq_len + 1 tokens. Use at most {train.seq_len}."),
             (bool(self.config.data.eval), "data.eval", "(files)", "grpo does not evaluate. Leave it out."),
@@ -268,7 +272,9 @@ class GrpoTask(DecoderTask):
         # All rows of the head, as in the loss: a tokenizer may have fewer entries.
         shapes: Any = self.shapes()
         limits = Limits(shapes.get_output_embeddings().weight.shape[0], longest, rows=64)
-        self._sampler = Sampler(forwards, sampling, limits)
+        self._sampler = (
+            EngineSampler(forwards, grpo, sampling, limits) if grpo.engine else Sampler(forwards, sampling, limits)
+        )
         function = _function("grpo.rollout", grpo.rollout) if grpo.rollout else None
         self._dialogues = Dialogues(grpo.rollout or "", function, tokenizer, limit_s, longest, grpo.max_tokens)
         self._rewards = RewardFunctions(grpo.reward if forwards.rank == 0 else (), limit_s)
@@ -305,6 +311,7 @@ class GrpoTask(DecoderTask):
     def _new_rollout(self, step: int) -> Rollout:
         assert self._forwards is not None
         grpo, prompts = self.settings, self.batches(Share(self.config.train.global_batch)).prompts(step)
+        self._sampler.update()
         if grpo.rollout:
             found = self._dialogues.sample(self._forwards, self._sampler, prompts, grpo.completions, step)
         else:
