@@ -224,3 +224,15 @@ def test_random_numbers_depend_on_each_argument():
     assert max(numbers) < 1
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.01
     assert uniform(1, 2, 3) == uniform(1, 2, 3) != uniform(1, 3, 2)
+
+
+def test_completions_of_one_prompt_share_its_forward():
+    model, calls = widened(build_decoder(SHAPES["llama"], seed=0)), list[tuple[int, ...]]()
+    model.register_forward_pre_hook(lambda module, args: calls.append(tuple(args[0].shape)))
+    prompt, other = (3, 1, 4, 1), (2, 7, 1, 8)
+    requests = [Request(key, prompt if key % 2 else other) for key in range(6)]
+    found = generate_batch(model, requests, SAMPLED, Limits(VOCAB), check=False)
+    assert calls == [(2, 4), *[(6, 1)] * 8]
+    assert len({one.ids for one in found}) == 6
+    for request, one in zip(requests, found, strict=True):
+        assert one.ids == generate_batch(model, [request], SAMPLED, Limits(VOCAB), check=False)[0].ids

@@ -108,8 +108,8 @@ def generate_batch(
         else:
             room = min(sampling.max_tokens, limits.max_positions - len(request.prompt_ids))
             waiting.append(_Row(request, room))
-    # The longest first, so that rows that join later are padded instead of all others.
-    waiting.sort(key=lambda row: -len(row.request.prompt_ids))
+    # The longest first, so that rows that join later are padded instead of all others. Equal prompts are adjacent.
+    waiting.sort(key=lambda row: (-len(row.request.prompt_ids), row.request.prompt_ids))
     while together.any_busy(bool(waiting or batch.rows)):
         for row in batch.advance(waiting):
             finish(Completion(row.request.key, tuple(row.ids), tuple(row.log_probs), row.reason))
@@ -123,6 +123,7 @@ class _Batch:
         self._device = next(param.device for param in model.parameters())
         self.rows: list[_Row] = []
         self._cache: RowCache | None = None
+        self._joining: list[RowCache] = []  # caches of the last rows, which join together
         self._fills = False
 
     def advance(self, waiting: list[_Row]) -> list[_Row]:
@@ -131,7 +132,7 @@ class _Batch:
         Returns the rows that ended, and removes prompts from `waiting`.
         """
         free = self._limits.rows - len(self.rows)
-        # Joining copies the cache, so several rows join together: from a quarter of the rows free until all are used.
+        # Joining copies the cache, so rows join once a quarter of them is free, until all are used.
         self._fills = bool(waiting) and free > 0 and (self._fills or not self.rows or 4 * free >= self._limits.rows)
         if self._fills:
             return self._begin(_first_group(waiting, free))
@@ -141,22 +142,27 @@ class _Batch:
         return []
 
     def _begin(self, group: list[_Row]) -> list[_Row]:
-        ids_BT = torch.tensor([row.request.prompt_ids for row in group], device=self._device)
+        # Several completions of one prompt share its forward.
+        prompts = list(dict.fromkeys(row.request.prompt_ids for row in group))
+        index = [prompts.index(row.request.prompt_ids) for row in group]
+        ids_BT = torch.tensor(prompts, device=self._device)
         cache = RowCache(self._model)
         logits_BV = self._forward(ids_BT, None, cache)
         cache.started(*ids_BT.shape)
-        self._sample(group, logits_BV)
-        if kept := [index for index, row in enumerate(group) if row.reason is None]:
-            if len(kept) < len(group):
-                cache.keep(kept)
-            if self._cache is None:
-                self._cache = cache
-            else:
-                self._cache.join(cache)
-            self.rows += [group[index] for index in kept]
+        self._sample(group, logits_BV[index])
+        if kept := [place for place, row in enumerate(group) if row.reason is None]:
+            if len(kept) < len(group) or len(prompts) < len(group):
+                cache.keep([index[place] for place in kept])
+            self._joining.append(cache)
+            self.rows += [group[place] for place in kept]
         return [row for row in group if row.reason is not None]
 
     def _continue(self) -> list[_Row]:
+        if self._joining:
+            first, *others = [self._cache, *self._joining] if self._cache is not None else self._joining
+            if others:
+                first.join(others)
+            self._cache, self._joining = first, []
         cache = self._cache
         assert cache is not None
         ids_B1 = torch.tensor([[row.ids[-1]] for row in self.rows], device=self._device)

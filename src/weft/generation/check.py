@@ -75,7 +75,7 @@ def _joined(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:
         if cache is None:
             cache = fresh
         else:
-            cache.join(fresh)
+            cache.join([fresh])
     rows: list[Any] = [[each] for each in first]
     for step in range(2):
         assert cache is not None

@@ -63,18 +63,19 @@ class RowCache:
             _keep(layer, rows, unused)
         self._set_lengths()
 
-    def join(self, other: RowCache) -> None:
-        """Append the rows of another cache of the same model. `other` must not be used afterwards."""
-        width = max(self.num_columns, other.num_columns)
-        for one in (self, other):
+    def join(self, others: Sequence[RowCache]) -> None:
+        """Append the rows of other caches of the same model. They must not be used afterwards."""
+        every = (self, *others)
+        width = max(one.num_columns for one in every)
+        for one in every:
             added = width - one.num_columns
             one.starts = [start + added for start in one.starts]
             one.num_columns = width
             for layer in one.cache.layers if added else ():
                 _pad(layer, added)
-        for layer, joined in zip(self.cache.layers, other.cache.layers, strict=True):
-            _join(layer, joined)
-        self.starts += other.starts
+        for layers in zip(*(one.cache.layers for one in every), strict=True):
+            _join(layers)
+        self.starts = [start for one in every for start in one.starts]
         self._set_lengths()
 
     def mask(self, device: torch.device) -> Tensor:
@@ -167,10 +168,13 @@ def _pad(layer: Any, added: int) -> None:
     layer.keys, layer.values = (F.pad(x, (0, 0, added, 0)) for x in (layer.keys, layer.values))
 
 
-def _join(layer: Any, other: Any) -> None:
-    if getattr(other, "keys", None) is not None:
-        layer.keys, layer.values = torch.cat([layer.keys, other.keys]), torch.cat([layer.values, other.values])
-    for states, more in ((getattr(layer, name, {}), getattr(other, name, {})) for name in _STATES):
+def _join(layers: Sequence[Any]) -> None:
+    """Append the rows of the other layers to the first."""
+    first = layers[0]
+    if getattr(first, "keys", None) is not None:
+        first.keys, first.values = (torch.cat([getattr(one, name) for one in layers]) for name in ("keys", "values"))
+    for name in _STATES:
+        states: dict[Any, Tensor | None] = getattr(first, name, {})
         for key, state in states.items():
             if state is not None:
-                states[key] = torch.cat([state, more[key]])
+                states[key] = torch.cat([getattr(one, name)[key] for one in layers])
