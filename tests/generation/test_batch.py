@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -236,3 +237,16 @@ def test_completions_of_one_prompt_share_its_forward():
     assert len({one.ids for one in found}) == 6
     for request, one in zip(requests, found, strict=True):
         assert one.ids == generate_batch(model, [request], SAMPLED, Limits(VOCAB), check=False)[0].ids
+
+
+def test_routers_with_a_capacity_and_nan_are_refused():
+    spec = dataclasses.replace(SHAPES["experts"], capacity_factor=1.0)
+    with pytest.raises(ModelError, match=r"capacity_factor=1\.0: its routers drop tokens"):
+        generate_batch(build_decoder(spec, seed=0).eval(), some_requests(), GREEDY, Limits(VOCAB))
+    model = widened(build_decoder(SHAPES["llama"], seed=0))
+    with torch.no_grad():
+        model.norm.weight[0] = math.nan
+    with pytest.raises(ModelError, match="its logits are nan"):
+        generate_batch(model, some_requests(), GREEDY, Limits(VOCAB), check=False)
+    with pytest.raises(ModelError, match="differ"):
+        generate_batch(model, some_requests(), GREEDY, Limits(VOCAB))

@@ -5,6 +5,7 @@ B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.errors import ModelError
 from weft.generation.check import expect_rows
 from weft.generation.forward import next_logits
 from weft.generation.ranks import Alone, Together
@@ -87,7 +89,8 @@ def generate_batch(
 
     Raises:
         ConfigError: if two requests have the same key.
-        ModelError: if the model has a cache that cannot be divided into rows, or computes something else with it.
+        ModelError: if the model has a cache that cannot be divided into rows, computes something else with it, or has
+            routers with a capacity; or if its logits are nan.
     """
     expect_one_each(requests)
     together = together or Alone()
@@ -186,6 +189,11 @@ class _Batch:
     def _sample(self, rows: Sequence[_Row], logits_BV: Tensor) -> None:
         found = choose(logits_BV, self._sampling, [row.request.key for row in rows], [row.position for row in rows])
         ids, log_probs = self._together.agree(*found)
+        if any(map(math.isnan, log_probs)):
+            raise ModelError(
+                f"generation with {type(self._model).__name__}: its logits are nan. Check the weights, or use another "
+                "precision."
+            )
         for row, token, log_prob in zip(rows, ids, log_probs, strict=True):
             row.ids.append(token)
             row.log_probs.append(log_prob)

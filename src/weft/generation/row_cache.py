@@ -34,7 +34,7 @@ class RowCache:
     """
 
     def __init__(self, model: nn.Module):
-        self.cache: Any = Cache(model.spec.num_layers) if isinstance(model, Decoder) else _transformers_cache(model)
+        self.cache: Any = _decoder_cache(model) if isinstance(model, Decoder) else _transformers_cache(model)
         self.starts: list[int] = []
         self.num_columns = 0
 
@@ -92,6 +92,15 @@ class RowCache:
                 layer.num_elsewhere = self.num_columns
             elif hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = self.num_columns
+
+
+def _decoder_cache(model: Decoder) -> Cache:
+    if model.spec.capacity_factor:
+        raise ModelError(
+            f"model.capacity_factor={model.spec.capacity_factor}: its routers drop tokens depending on the other texts "
+            "of a batch, so a text would depend on them. Generate one prompt at a time, or train without a capacity."
+        )
+    return Cache(model.spec.num_layers)
 
 
 def _transformers_cache(model: nn.Module) -> Any:
