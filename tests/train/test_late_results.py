@@ -73,7 +73,7 @@ def trained(*settings, left_out=(), asks_at=None, **engine_options):
         def save(self, progress, is_good, *, last=False):
             acts.append(f"save {progress.step}")
 
-    task = SimpleNamespace(config=config, unit="points", flops_per_count=lambda: None)
+    task = SimpleNamespace(config=config, unit="points", has_loss_level=True, flops_per_count=lambda: None)
     hooks = [Watcher(acts, engine, asks_at)]
     trainer = Trainer(task, engine, Saved(), hooks, left_out)  # pyright: ignore[reportArgumentType]
     try:

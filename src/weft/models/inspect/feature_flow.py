@@ -80,6 +80,7 @@ class FeatureFlow(TorchFunctionMode):
 
     Attributes:
         trusted: above zero while constant head counts and widths in modules are replaced by one rank's.
+        own: ids of the parameters of each of these modules, the innermost last.
         weights: ids of parameters that a layer may shard.
         read: ids of parameters that are used outside their layer, and the operation.
         lookup: id of the weight of the embedding that is running.
@@ -90,6 +91,7 @@ class FeatureFlow(TorchFunctionMode):
     def __init__(self, is_trusted: bool = False) -> None:
         super().__init__()
         self.trusted = int(is_trusted)
+        self.own: list[frozenset[int]] = []
         self.is_over = False
         self.written: list[WrittenHeads | None] = []  # heads of the running modules around layers
         self.params: set[int] = set()
@@ -131,6 +133,28 @@ class FeatureFlow(TorchFunctionMode):
     def is_param(self, tensor: torch.Tensor) -> bool:
         """Return True for a parameter of a module that processes features. Its gradient is then a sum over ranks."""
         return id(tensor) in self.params
+
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Return True if a module with one rank's head counts made a tensor from its parameters alone.
+
+        The gradients of such parameters are summed over ranks. Those of parameters outside the module are not.
+        """
+        if not self.trusted:
+            return False
+        if not self.own:
+            return True
+        nodes, seen = [tensor.grad_fn], set[Any]()
+        if tensor.grad_fn is None:
+            return id(tensor) in self.own[-1]
+        while nodes:
+            node: Any = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None and id(variable) not in self.own[-1]:
+                return False
+            nodes += [each for each, _ in node.next_functions]
+        return True
 
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
         """Record that the layers of a mark cannot be sharded. alone: their features mixed only with each other."""
@@ -374,7 +398,7 @@ class FlowStep:
             if mark is not None and leaf.shape[mark.dim] != output.shape[mark.dim + shift]:
                 self.reason = f"a single feature is combined with all others in `{self.name}`"
                 return
-            if mark is None and leaf.requires_grad:
+            if mark is None and leaf.requires_grad and not self.flow.is_own(leaf):
                 self.flow.met[id(leaf)] = self.flow.met.get(id(leaf), frozenset()) | self.first.sources
                 if not self.flow.is_param(leaf):
                     self.reason = f"its features meet a tensor with a gradient in `{self.name}` that no cut layer made"
@@ -556,7 +580,7 @@ class FlowStep:
         place = self.args[0].dim() - 3
         mask = self._argument(3, "attn_mask")
         known = self.flow.of(mask)
-        if known is None and isinstance(mask, torch.Tensor) and mask.requires_grad:
+        if known is None and isinstance(mask, torch.Tensor) and mask.requires_grad and not self.flow.is_own(mask):
             self.reason = "its heads are combined with a mask with a gradient that is not from a sharded layer"
             return
         if known is not None and known.dim != mask.dim() - 3:

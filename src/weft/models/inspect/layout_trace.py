@@ -177,12 +177,14 @@ class _Trace:
 
     def _before_heads(self, module: nn.Module, args: Any) -> None:
         """Accept constant head counts inside this module, because its attributes are set to a rank's counts."""
-        del module, args
+        del args
         self.flow.trusted += 1
+        self.flow.own.append(frozenset(map(id, module.parameters())))
 
     def _after_heads(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
         self.flow.trusted -= 1
+        self.flow.own.pop()
 
     def _before_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         path, mark = self.paths[id(module)], self.flow.of(args[0]) if args else None
