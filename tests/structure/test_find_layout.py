@@ -15,7 +15,7 @@ from tests.train.gradient_kinds import function_of
 from weft.config.layout import Layout
 from weft.errors import LayoutError, PlanError
 from weft.models.inspect import hugging_face
-from weft.models.inspect.feature_flow import track_reshape
+from weft.models.inspect.counted_sizes import track_reshape
 from weft.models.inspect.find_layout import explain_layout, find_layout
 from weft.models.inspect.layout_trace import trace_layout
 from weft.models.registry import build_decoder

@@ -1,4 +1,4 @@
-"""Completions from vLLM or SGLang over HTTP. The engine runs in an environment of its own, and serves the same model.
+"""Completions from vLLM or SGLang over HTTP. The engine runs in another environment, and serves the same model.
 
 Token ids in, token ids out: texts are never tokenized again. Weights go to the engine as a folder of safetensors files.
 """
@@ -18,7 +18,7 @@ from weft.generation.sampling import uniform
 from weft.monitor.sinks.base import Poster, SinkTrouble
 
 EngineKind = Literal["vllm", "sglang"]
-#: Requests that are sent at once. The engine schedules them.
+#: Requests in flight. The engine schedules them.
 _IN_FLIGHT = 256
 #: Seconds before a request is sent again, after an error of the connection or the server.
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
@@ -56,7 +56,7 @@ class HttpEngine:
             return list(pool.map(lambda one: self._complete(one, sampling, limits), requests))
 
     def load(self, folder: Path) -> None:
-        """Make the engine read its weights from a Hugging Face folder, which it sees under the same path.
+        """Make the engine read its weights from a Hugging Face folder, which has the same path for it.
 
         vLLM reads the folder that it was started with, and needs VLLM_SERVER_DEV_MODE=1.
 

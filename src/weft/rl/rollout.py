@@ -64,7 +64,7 @@ class Sampler:
         self._forwards, self._sampling, self._limits = forwards, sampling, limits
 
     def update(self) -> None:
-        """Do nothing: the weights are those of the training ranks."""
+        """Do nothing: the training ranks sample with their weights."""
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completion of each request, on all ranks.

@@ -272,3 +272,33 @@ def parts_of_index(index: Any, rank: int) -> list[Any] | None:
     place = next((at for at, part in enumerate(parts) if part is Ellipsis), len(parts))
     missing = rank - sum(part is not None and part is not Ellipsis for part in parts)
     return [*parts[:place], *(slice(None),) * missing, *parts[place + 1 :]]
+
+
+def track_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
+    """Return the dim that holds the shards of `dim` in order after a reshape, or None if no single dim does.
+
+    A single dim holds them if only dims of size 1 precede `dim` among the dims that it is merged with.
+    """
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first_i, first_j = i, j
+        size_i, size_j = _take(old, i), _take(new, j)
+        i, j = i + 1, j + 1
+        while size_i != size_j:
+            if size_i < size_j:
+                size_i, i = size_i * _take(old, i), i + 1
+            else:
+                size_j, j = size_j * _take(new, j), j + 1
+            if i > len(old) or j > len(new):
+                return None
+        if first_i <= dim < i:
+            if any(size != 1 for size in old[first_i:dim]):
+                return None
+            while len(old) == 1 and first_j < j - 1 and new[first_j] == 1:
+                first_j += 1  # one number per head in the shape of scores; otherwise the 1 is the number of heads
+            return first_j if first_j < len(new) else None
+    return None
+
+
+def _take(sizes: tuple[int, ...], place: int) -> int:
+    return sizes[place] if place < len(sizes) else 1

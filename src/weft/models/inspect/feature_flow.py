@@ -25,8 +25,9 @@ from weft.models.inspect.counted_sizes import (
     fits_parts,
     parts_of_index,
     sizes_of,
+    track_reshape,
 )
-from weft.models.inspect.layers import WrittenHeads
+from weft.models.inspect.layers import WrittenHeads, made_from
 from weft.models.inspect.private_torch import CustomBackward
 from weft.private_torch import tree_leaves
 
@@ -143,18 +144,7 @@ class FeatureFlow(TorchFunctionMode):
             return False
         if not self.own:
             return True
-        nodes, seen = [tensor.grad_fn], set[Any]()
-        if tensor.grad_fn is None:
-            return id(tensor) in self.own[-1]
-        while nodes:
-            node: Any = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if (variable := getattr(node, "variable", None)) is not None and id(variable) not in self.own[-1]:
-                return False
-            nodes += [each for each, _ in node.next_functions]
-        return True
+        return made_from(tensor, self.own[-1])
 
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
         """Record that the layers of a mark cannot be sharded. alone: their features mixed only with each other."""
@@ -589,35 +579,5 @@ class FlowStep:
             yield from self._keep(place)
 
 
-def track_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
-    """Return the dim that holds the shards of `dim` in order after a reshape, or None if no single dim does.
-
-    A single dim holds them if only dims of size 1 precede `dim` among the dims that it is merged with.
-    """
-    i = j = 0
-    while i < len(old) or j < len(new):
-        first_i, first_j = i, j
-        size_i, size_j = _take(old, i), _take(new, j)
-        i, j = i + 1, j + 1
-        while size_i != size_j:
-            if size_i < size_j:
-                size_i, i = size_i * _take(old, i), i + 1
-            else:
-                size_j, j = size_j * _take(new, j), j + 1
-            if i > len(old) or j > len(new):
-                return None
-        if first_i <= dim < i:
-            if any(size != 1 for size in old[first_i:dim]):
-                return None
-            while len(old) == 1 and first_j < j - 1 and new[first_j] == 1:
-                first_j += 1  # one number per head in the shape of scores; otherwise the 1 is the number of heads
-            return first_j if first_j < len(new) else None
-    return None
-
-
 def _is_slice(part: Any) -> TypeGuard[slice[Any, Any, Any]]:
     return isinstance(part, slice)
-
-
-def _take(sizes: tuple[int, ...], place: int) -> int:
-    return sizes[place] if place < len(sizes) else 1

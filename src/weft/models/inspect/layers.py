@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -300,3 +300,19 @@ def _count_by_width(module: nn.Module, width: int) -> int:
     features = [child.out_features for child in module.children() if isinstance(child, nn.Linear)]
     inputs = [child.in_features for child in module.children() if isinstance(child, nn.Linear)]
     return min(max(features, default=0), max(inputs, default=0)) // width
+
+
+def made_from(tensor: torch.Tensor, params: Collection[int]) -> bool:
+    """Return True if a tensor is a parameter with its id in `params`, or depends only on such parameters."""
+    if tensor.grad_fn is None:
+        return id(tensor) in params
+    nodes, seen = [tensor.grad_fn], set[Any]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None and id(variable) not in params:
+            return False
+        nodes += [each for each, _ in node.next_functions]
+    return True
