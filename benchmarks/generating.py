@@ -2,6 +2,7 @@
 
 python benchmarks/generating.py                   32 prompts of 16 to 256 tokens, 64 new ones each
 python benchmarks/generating.py --layers 4 --width 256 --prompts 8
+python benchmarks/generating.py --training        on two ranks at zero=3, beside gathering by hand and generate
 
 Transformers pads the prompts of a batch on the left. It is timed with several batch sizes, and the best one counts.
 Both generate the same greedy tokens, which is checked.
@@ -17,8 +18,14 @@ from typing import Any
 
 import torch
 
+import weft
+from weft.comm.collectives import barrier
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.generation.batch import Limits, generate_batch
 from weft.generation.requests import Request, Sampling
+from weft.verify.rank_pool import RankPool
 
 
 def model_of(width: int, layers: int) -> Any:
@@ -62,6 +69,26 @@ def by_weft(model: Any, prompts: list[list[int]], new: int, rows: int) -> list[l
     return [list(each.ids) for each in done]
 
 
+def in_training(width: int, layers: int, prompts: list[list[int]], new: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of both ways on a rank of a model under zero=3. By hand, each rank continues its half."""
+    plan = Plan.parse("dp_shard=2 zero=3")
+    run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+    model, rank = run.parallelize(model_of(width, layers)), run.mesh.rank
+    plain = model_of(width, layers)
+    found: dict[str, list[float]] = {"weft": [], "by hand": []}
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        run.generate(model, prompts, max_tokens=new, temperature=0, rows=len(prompts))
+        middle = time.perf_counter()
+        whole = run.full_state_dict(model, everywhere=True)
+        plain.load_state_dict(whole)
+        by_transformers(plain, prompts[rank::2], new, len(prompts))
+        barrier(run.mesh.world)
+        found["weft"].append(middle - began)
+        found["by hand"].append(time.perf_counter() - middle)
+    return {name: seconds[1:] for name, seconds in found.items()}  # the first includes a check of the model
+
+
 def main() -> None:
     """Time both, and print tokens per second."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,7 +97,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--training", action="store_true")
     options = parser.parse_args()
+    if options.training:
+        draw = torch.Generator().manual_seed(0)
+        lengths = torch.randint(16, 129, (16,), generator=draw).tolist()
+        prompts = [torch.randint(0, 32000, (length,), generator=draw).tolist() for length in lengths]
+        with RankPool(2, timeout_s=600) as pool:
+            found = pool.run(in_training, options.width, options.layers, prompts, options.new, options.repeats)[0]
+        for name, each in found.items():
+            print(f"{name:10} {statistics.median(each):6.2f} s")
+        print(f"weft / by hand: {statistics.median(found['weft']) / statistics.median(found['by hand']):.2f}")
+        return
     model = model_of(options.width, options.layers)
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(16, 257, (options.prompts,), generator=draw).tolist()
