@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.generation.row_cache import RowCache
 from weft.models.decoder import Decoder
-from weft.models.inspect.hugging_face import cache_name
 
 
 def next_logits(
@@ -33,10 +33,10 @@ def next_logits(
     if isinstance(model, Decoder):
         own: Any = cache.cache if cache is not None else None
         return model(ids_BT, positions_B1, cache=own, logits_to_keep=1)[:, -1]
-    takes = inspect.signature(model.forward).parameters
+    takes = _arguments(model)
     given: dict[str, Any] = {"use_cache": cache is not None}
     if cache is not None:
-        name = cache_name(model)
+        name = "cache" if "cache" in takes else "past_key_values"
         if name not in takes:
             raise ModelError(
                 f"generation with {type(model).__name__}: its forward takes no cache. Generate with transformers."
@@ -49,3 +49,13 @@ def next_logits(
     if "logits_to_keep" in takes:
         given["logits_to_keep"] = 1
     return model(input_ids=ids_BT, **given).logits[:, -1]
+
+
+#: Names of the arguments of models' forwards. Reading a signature takes longer than a small layer.
+_known = weakref.WeakKeyDictionary[nn.Module, frozenset[str]]()
+
+
+def _arguments(model: nn.Module) -> frozenset[str]:
+    if model not in _known:
+        _known[model] = frozenset(inspect.signature(model.forward).parameters)
+    return _known[model]
