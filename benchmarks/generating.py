@@ -1,4 +1,4 @@
-"""Tokens per second of `generate_batch` beside transformers' own generate, in one run, interleaved.
+"""Speed of `generate_batch`, compared with `generate` of transformers in the same run.
 
 python benchmarks/generating.py                   32 prompts of 16 to 256 tokens, 64 new ones each
 python benchmarks/generating.py --layers 4 --width 256 --prompts 8

@@ -1,4 +1,4 @@
-"""Texts scored per second by `weft eval`'s model beside lm-eval's own class for Hugging Face models, interleaved.
+"""Speed of scoring texts with `weft eval`, compared with the class `HFLM` of lm-eval in the same run.
 
 python benchmarks/scoring.py                                      1,000 texts, as for a perplexity
 python benchmarks/scoring.py --kind loglikelihood                 1,000 completions of prompts

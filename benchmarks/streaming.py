@@ -1,4 +1,4 @@
-"""Generation with weights that are read from files, beside accelerate's offload and the model in memory.
+"""Speed of generating with streamed weights, compared with offload by accelerate and with weights in memory.
 
     python benchmarks/streaming.py [FOLDER] [--share 0.25] [--dtype fp32] [--new 8] [--rounds 3] [--threads 1]
 

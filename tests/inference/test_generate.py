@@ -16,6 +16,7 @@ from weft.config.plan import Plan
 from weft.generation.batch import Limits, generate_batch
 from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Completion, Request, Sampling
+from weft.inference.generate import GenerateJob
 from weft.inference.open_model import open_model
 from weft.inference.ranks import inference_plan
 from weft.verify.verifier import Float64Throughout
@@ -40,7 +41,7 @@ def texts_of(model: Any, requests: list[Request], together: Any = None) -> list[
 
 
 def texts_under(plan: str, sources: dict[str, str]) -> dict[str, list[list[Completion]]]:
-    """Return this rank's texts of each source: of its own share of the requests, uneven under dp."""
+    """Return the completions of this rank for each model. Under dp, only the first rank has requests."""
     settled, _ = inference_plan(Plan.parse(plan), "fp64")
     mesh, found = build_mesh(settled), {}
     with Float64Throughout():
@@ -215,3 +216,18 @@ def test_command_under_a_plan(folder, tmp_path):
     lines = [{"prompt": f"warp {number}"} for number in range(5)]
     words = ("--max-tokens", "6", "--dtype", "fp64", "--rows", "2")
     assert run(folder, lines, tmp_path, *words) == run(folder, lines, tmp_path, *words, "--plan", "tp=2")
+
+
+def test_messages_and_system_need_a_chat_template(folder, tmp_path):
+    lines = [{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "warp"}]
+    found = run(folder, lines, tmp_path, "--max-tokens", "2")
+    assert found[0]["error"].startswith("the tokenizer has no chat template")
+    assert found[1]["tokens"] == 2
+    found = run(folder, lines, tmp_path, "--max-tokens", "2", "--system", "Be brief.")
+    assert all(one["error"].startswith("the tokenizer has no chat template") for one in found)
+
+
+def test_an_unfinished_result_of_another_checkpoint_is_not_continued(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    job = GenerateJob("runs/x", tmp_path / "in.jsonl", tmp_path / "out.jsonl", Sampling())
+    assert job.digest(10) == job.digest(10) != job.digest(20)

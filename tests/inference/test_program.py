@@ -1,4 +1,4 @@
-"""`weft export --to program`: programs of torch.export that compute what the model computes, and refused models."""
+"""`weft export --to program`: exported programs equal the model, and some models are refused."""
 
 from __future__ import annotations
 

@@ -67,7 +67,6 @@ def generate_batch(
     *,
     together: Together | None = None,
     ends: Ends | None = None,
-    on_done: Callable[[Completion], None] | None = None,
     check: bool = True,
 ) -> list[Completion]:
     """Continue prompts, and return one completion per request, in the order of the requests.
@@ -84,7 +83,6 @@ def generate_batch(
         limits: bounds of the model and the batch.
         together: ranks that share this model's weights; None: no other rank does.
         ends: called with a text's new ids after each token; True ends the text with reason "stop".
-        on_done: called with each completion when it is done.
         check: compare the model's logits with and without a cache, once per model (`expect_rows`).
 
     Raises:
@@ -98,16 +96,10 @@ def generate_batch(
         expect_rows(model, limits.vocab_size)
     batch = _Batch(model, sampling, limits, together, ends)
     done: dict[int, Completion] = {}
-
-    def finish(completion: Completion) -> None:
-        done[completion.key] = completion
-        if on_done is not None:
-            on_done(completion)
-
     waiting: list[_Row] = []
     for request in requests:
         if error := refusal(request, limits.vocab_size, limits.max_positions):
-            finish(Completion(request.key, (), (), "refused", error))
+            done[request.key] = Completion(request.key, (), (), "refused", error)
         else:
             room = min(sampling.max_tokens, limits.max_positions - len(request.prompt_ids))
             waiting.append(_Row(request, room))
@@ -115,7 +107,8 @@ def generate_batch(
     waiting.sort(key=lambda row: (-len(row.request.prompt_ids), row.request.prompt_ids))
     while together.any_busy(bool(waiting or batch.rows)):
         for row in batch.advance(waiting):
-            finish(Completion(row.request.key, tuple(row.ids), tuple(row.log_probs), row.reason))
+            key = row.request.key
+            done[key] = Completion(key, tuple(row.ids), tuple(row.log_probs), row.reason)
     return [done[request.key] for request in requests]
 
 

@@ -23,6 +23,7 @@ from weft.inference.open_model import OpenedModel, open_model, read_facts
 from weft.inference.open_streamed import open_streamed
 from weft.inference.prompts import Prompt, cut_at, read_prompts, result_line
 from weft.train.state_io import gather, on_first
+from weft.train.tasks.generation import answers_chats, open_run
 from weft.units import format_seconds
 
 #: Texts per row of the batch between two writes of results. More keep rows busier; fewer lose less if a rank dies.
@@ -63,9 +64,12 @@ class GenerateJob:
     dtype: str | None = None
     memory_bytes: int | None = None
 
-    def digest(self) -> str:
-        """Return a digest of all that determines the texts, to recognize an unfinished result."""
-        values = {**asdict(self), "prompts": hashlib.sha256(self.prompts.read_bytes()).hexdigest()}
+    def digest(self, step: int | None) -> str:
+        """Return a digest of all that determines the texts, to recognize an unfinished result.
+
+        step: step of the checkpoint that is used; another one has other weights.
+        """
+        values = {**asdict(self), "prompts": hashlib.sha256(self.prompts.read_bytes()).hexdigest(), "step": step}
         for name in ("out", "rows", "memory_bytes"):  # they do not change texts
             del values[name]
         return hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:16]
@@ -112,15 +116,16 @@ def write_texts(mesh: Mesh, job: GenerateJob) -> GenerateReport:
     sampling = Sampling(**{**asdict(job.sampling), "stop_ids": frozenset(stop_ids(opened.tokenizer))})
     # A model may have more entries than its tokenizer: these are never sampled.
     limits = Limits(min(opened.num_ids, opened.tokenizer.vocab_size), opened.max_positions, job.rows)
-    every = _Results(job, len(prompts) * job.samples) if mesh.rank == 0 else None
+    every = _Results(job, opened.step, len(prompts) * job.samples) if mesh.rank == 0 else None
     done = on_first(mesh, lambda: every.kept if every is not None else 0)
     chunk = job.rows * mesh.data.size * _CHUNK_ROUNDS
     ends = _ends(opened.tokenizer, job.stops)
+    chats = not job.raw and answers_chats(open_run(job.source, "be opened"), opened.tokenizer)
     began = time.monotonic()
     for start in range(done, len(prompts) * job.samples, chunk):
         keys = range(start, min(start + chunk, len(prompts) * job.samples))
         own = [key for place, key in enumerate(keys) if place % mesh.data.size == mesh.data.rank]
-        found = _texts(opened, prompts, own, job, sampling, limits, ends)
+        found = _texts(opened, prompts, own, job, sampling, limits, ends, chats)
         lines = _gathered(mesh, found)
         if every is not None:
             every.write([lines[key] for key in keys])
@@ -139,13 +144,14 @@ def _texts(
     sampling: Sampling,
     limits: Limits,
     ends: Callable[[Sequence[int]], bool] | None,
+    chats: bool,
 ) -> dict[int, dict[str, Any]]:
     """Return the result lines of this rank's requests by key."""
     requests, lines = [], dict[int, dict[str, Any]]()
     for key in keys:
         prompt = prompts[key // job.samples]
         try:
-            requests.append(Request(key, tuple(prompt.ids(opened.tokenizer, job.system, job.raw))))
+            requests.append(Request(key, tuple(prompt.ids(opened.tokenizer, job.system, chats))))
         except DataError as error:  # the template rejects the messages
             refused = Completion(key, (), (), "refused", str(error))
             lines[key] = result_line(prompt, key % job.samples, refused, "")
@@ -178,10 +184,10 @@ class _Results:
         kept: finished lines of an earlier call of the same job.
     """
 
-    def __init__(self, job: GenerateJob, total: int):
+    def __init__(self, job: GenerateJob, step: int | None, total: int):
         self._out, self._total, self._began = job.out, total, time.monotonic()
         self._part = job.out.with_name(job.out.name + ".part")
-        head = json.dumps({"job": job.digest()})
+        head = json.dumps({"job": job.digest(step)})
         lines = self._part.read_bytes().split(b"\n") if self._part.is_file() else []
         is_same = bool(lines) and lines[0] == head.encode()
         whole = lines[1:-1] if is_same else []  # the last one may be cut off

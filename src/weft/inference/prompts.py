@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.data.text.tokenizer import Tokenizer
 from weft.data.text.turns import Turn, Unusable, read_turns
+from weft.errors import DataError
 from weft.generation.requests import Completion
 from weft.inference.json_lines import read_lines
 
@@ -28,25 +29,27 @@ class Prompt:
     index: int
     fields: dict[str, Any]
 
-    def ids(self, tokenizer: Tokenizer, system: str, raw: bool) -> list[int]:
-        """Return the prompt's token ids. A prompt of a tokenizer with a chat template becomes a user's message.
+    def ids(self, tokenizer: Tokenizer, system: str, chats: bool) -> list[int]:
+        """Return the prompt's token ids.
 
         Args:
             tokenizer: the model's tokenizer.
             system: system message to put first, or "".
-            raw: True to use prompts unchanged.
+            chats: True if a text becomes a user's message; else it is used unchanged, without a system message.
 
         Raises:
-            DataError: if the template rejects the messages.
+            DataError: if the tokenizer has no chat template, or the template rejects the messages.
         """
         if "prompt_ids" in self.fields:
             return list(self.fields["prompt_ids"])
+        if (chats or system or "messages" in self.fields) and not tokenizer.has_chat:
+            raise DataError("the tokenizer has no chat template and no ChatML tokens. Write prompts, with --raw.")
         turns = [Turn("system", system)] if system else []
         if "messages" in self.fields:
             turns += read_turns(self.fields["messages"], "role", "content")
             tools = self.fields.get("tools")
             return tokenizer.encode_prompt(turns, json.dumps(tools) if tools else "").tolist()
-        if raw or tokenizer.template is None:
+        if not chats and not system:
             return tokenizer.encode(self.fields["prompt"])
         return tokenizer.encode_prompt([*turns, Turn("user", self.fields["prompt"])]).tolist()
 

@@ -80,13 +80,7 @@ class TextModel:
     @cached_property
     def is_chat(self) -> bool:
         """True if the model was trained on conversations. For a Hugging Face folder: if it has a chat template."""
-        tokenizer = self.model.tokenizer
-        if self.run is None:
-            return tokenizer.template is not None
-        try:
-            return is_chat(data_of(self.run), tokenizer)
-        except DataError:  # the tokens of preferences are gone
-            return tokenizer.template is not None
+        return answers_chats(self.run, self.model.tokenizer)
 
     def first_prompt(self) -> FirstPrompt:
         """Return the start of the run's first held-out document, or of the first training document.
@@ -163,6 +157,16 @@ class TextModel:
         text = tokenizer.decode(self.model.complete(ids, section, seed, frozenset(stop_ids(tokenizer))))
         ends = [place for one in stop if one and (place := text.find(one)) >= 0]
         return text[: min(ends)] if ends else text
+
+
+def answers_chats(run: RunFolder | None, tokenizer: Tokenizer) -> bool:
+    """Return True if a run was trained on conversations. Without a run: if the tokenizer has a chat template."""
+    if run is None:
+        return tokenizer.template is not None
+    try:
+        return is_chat(data_of(run), tokenizer)
+    except DataError:  # the tokens of preferences are gone
+        return tokenizer.template is not None
 
 
 def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> TextModel:
