@@ -31,6 +31,7 @@ VERBS = {
     "plan": Verb("Find the best parallel plans for a model on a cluster, with reasons.", "weft.cli.plan", "plan"),
     "calibrate": Verb("Measure this machine for the planner.", "weft.cli.calibrate", "calibrate"),
     "verify": Verb("Check that a plan computes the same numbers as one process.", "weft.cli.verify", "verify"),
+    "ab": Verb("Find out which of two settings is better, by pairs of runs.", "weft.cli.ab", "ab"),
     "watch": Verb("Show runs while they train, on a page or in the terminal.", "weft.cli.watch", "watch"),
     "runs": Verb("List, show, compare and steer runs.", "weft.cli.runs", "app"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
@@ -100,6 +101,8 @@ def run(args: Sequence[str]) -> int:
     args = list(args) or ["--help"]
     if args == ["--version"]:
         args = ["version"]
+    if args[0] == "ab":  # the parser of options drops the first "--"
+        args = ["::" if word == "--" else word for word in args]
     try:
         args = _current_form(args)
         code = _command(app)(args=args, prog_name="weft", standalone_mode=False)

@@ -1,0 +1,214 @@
+"""`weft ab`: intervals, measures of event logs, refusals, and real pairs of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli.app import run
+from weft.experiments import statistics
+from weft.experiments.run_log import Measure, RunLog
+from weft.experiments.statistics import fixed, sequential
+
+CONFIG = """
+plan = "dp_replicate=1"
+run.name = "small"
+model = {name = "tiny", num_layers = 1, dim = 32, num_heads = 2, num_kv_heads = 2, ffn_dim = 64}
+tokenizer.kind = "bytes"
+train = {steps = 20, seq_len = 32, global_batch = 8}
+eval = {every = 10, batches = 4}
+sample.prompt = ""
+launch = {ranks = 1, device = "cpu"}
+"""
+LOSS = Measure.of("eval.loss")
+
+
+def write_run(folder: Path, losses: list[float], evals: dict[int, float], tokens: int = 10) -> RunLog:
+    """Write the event log of a run whose steps took 2 s each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    events: list[dict[str, Any]] = [{"event": "start", "step": 0, "time": 0.0}]
+    for step, loss in enumerate(losses, start=1):
+        seconds = {"total": 2.0}
+        counts = {"tokens": tokens, "tokens_per_s": tokens / 2}
+        events.append({"event": "step", "step": step, "time": 2.0 * step, "loss": loss, "seconds": seconds, **counts})
+        if step in evals:
+            events.append({"event": "eval", "step": step, "time": 2.0 * step, "loss": evals[step]})
+    events.append({"event": "end", "step": len(losses), "time": 99.0, "reason": "finished"})
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return RunLog.read(folder)
+
+
+# Intervals.
+
+
+def test_interval_is_that_of_the_paired_t_test() -> None:
+    from scipy import stats
+
+    differences = [0.3, 0.1, 0.25, 0.4, 0.05, 0.2, 0.31]
+    found = fixed(differences)
+    expected = stats.ttest_1samp(differences, 0)
+    low, high = expected.confidence_interval(0.95)
+    assert found.p_t == pytest.approx(expected.pvalue)
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((low, high))
+    assert found.p_sign == pytest.approx(2 / 2**7)
+
+
+def test_looking_after_each_pair_keeps_the_error_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_sign_flips", lambda _: math.nan)  # slow, and not used here
+    draw = random.Random(3)
+    wrong = {fixed: 0, sequential: 0}
+    for _ in range(200):
+        differences = [draw.gauss(0, 1) for _ in range(20)]
+        for interval in wrong:
+            wrong[interval] += any(interval(differences[:num]).is_different for num in range(2, 21))
+    assert wrong[sequential] <= 10
+    assert wrong[fixed] > 30  # the interval of a single look does not allow it
+
+
+def test_sequential_interval_shrinks_and_starts_infinite() -> None:
+    assert math.isinf(sequential([1.0, 1.1]).half_width)
+    widths = [sequential([1.0, 1.2] * num).half_width for num in range(2, 20)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(widths))
+
+
+def test_equal_differences_have_an_interval_of_width_zero() -> None:
+    assert fixed([0.0, 0.0, 0.0]).half_width == 0
+    assert not fixed([0.0, 0.0]).is_different
+    assert fixed([0.5, 0.5]).is_different
+
+
+# Measures.
+
+
+def test_evaluations_are_compared_at_equal_amounts(tmp_path: Path) -> None:
+    log = write_run(tmp_path, [5.0] * 10, {5: 4.0, 10: 3.0})
+    assert log.total("tokens") == 100
+    assert log.total("time") == 20
+    assert log.value(LOSS, "tokens", 100) == 3.0
+    assert log.value(LOSS, "tokens", 75) == pytest.approx(3.5)
+    assert log.value(LOSS, "time", 15) == pytest.approx(3.5)
+    assert math.isnan(log.value(LOSS, "tokens", 40))
+
+
+def test_training_loss_is_averaged_over_the_last_tenth(tmp_path: Path) -> None:
+    log = write_run(tmp_path, [*[9.0] * 18, 1.0, 3.0], {})
+    assert log.value(Measure.of("loss"), "steps", 20) == 2.0
+    assert log.value(Measure.of("loss"), "steps", 10) == 9.0
+    assert log.value(Measure.of("tokens_per_s"), "steps", 20) == 5.0
+    assert log.value(Measure.of("step_s"), "steps", 20) == 2.0
+
+
+@pytest.mark.parametrize("metric, lower", [("eval.loss", True), ("eval.accuracy", False), ("tokens_per_s", False)])
+def test_direction_of_known_metrics(metric: str, lower: bool) -> None:
+    assert Measure.of(metric).lower_is_better is lower
+    assert Measure.of(metric, "lowest").lower_is_better
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["small.toml"], "two groups of settings"),
+        (["small.toml", "small.toml"], "A and B have the same settings"),
+        (["small.toml", "--", "optimizer.lr=1"], "two groups of settings"),
+        (["small.toml", "--aa", "--pairs", "1"], "--pairs 1: an interval needs 2 to 1000 pairs"),
+        (["small.toml", "--aa", "--until", "nan"], "--until nan: it is a difference of the metric, above 0"),
+        (["small.toml", "--aa", "--at", "enrgy"], "Did you mean 'energy'?"),
+        (["small.toml", "--aa", "--metric", "evl.loss"], "Did you mean 'eval.loss'?"),
+        (["small.toml", "--aa", "--metric", "eval.mine"], "Add --best lowest or --best highest"),
+        (["small.toml", "--", "train.seq_len=16", "--", "train.seq_len=8"], "train.seq_len differs"),
+        (["small.toml", "--", "tokenizer.kind=bpe", "--", "seed=1"], "Use --metric eval.bits_per_byte"),
+        (["small.toml", "--", "data.holdout=0.1", "--", "seed=1"], "Set the same data.eval in both"),
+        (["small.toml", "--", "data.packing=pad", "--", "seed=1"], "data.packing differs"),
+        (["small.toml", "--metric", "loss", "--", "data.holdout=0.1", "--", "seed=1"], "data.holdout differs"),
+        (["small.toml", "--", "train.max_time=3h", "--", "seed=1"], "a run that ends early cannot be compared"),
+        (["small.toml", "--", "optimizer.lrr=1", "--", "seed=1"], "Did you mean 'optimizer.lr'?"),
+    ],
+)
+def test_refusals(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(CONFIG)
+    assert run(["ab", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not Path("runs").exists()
+
+
+# Real runs.
+
+
+def weft(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weft", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_finds_the_better_learning_rate_in_two_pairs(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(CONFIG)
+    words = ("ab", "small.toml", "--pairs", "2", "--", "optimizer.lr=1e-2", "--", "optimizer.lr=1e-5")
+    done = weft(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "A is better by" in done.stdout
+    assert "p = " in done.stdout
+    folder = tmp_path / "runs" / "ab-small"
+    assert (folder / "ab.png").stat().st_size > 10_000
+    result = json.loads((folder / "ab.json").read_text())
+    assert result["settings"] == [{"key": "optimizer.lr", "a": "0.01", "b": "1e-05"}]
+    starts = [RunLog.read(folder / f"pair-0{pair}-{side}").start for pair in (1, 2) for side in "ab"]
+    assert [start["config"]["seed"] for start in starts] == [0, 0, 1, 1]
+    assert starts[0]["time"] < starts[1]["time"] < starts[3]["time"] < starts[2]["time"]  # A B B A
+    assert weft(tmp_path, *words).stdout == done.stdout  # nothing is left to run
+    other = " ".join(weft(tmp_path, *words[:-1], "optimizer.lr=1e-4").stderr.split())
+    assert "it has a comparison of other settings (b.toml differs)" in other
+
+
+@pytest.mark.full
+def test_continues_after_a_kill_as_if_undisturbed(tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "small.toml").write_text(CONFIG)
+    words = ("ab", "small.toml", "--pairs", "2", "--", "optimizer.lr=1e-2", "--", "optimizer.lr=1e-5")
+    assert weft(tmp_path / "whole", *words).returncode == 0
+    for seconds in (4.0, 9.0, 12.0):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # `run` kills it with SIGKILL
+            command = [sys.executable, "-m", "weft", *words]
+            subprocess.run(command, cwd=tmp_path / "killed", capture_output=True, timeout=seconds, check=False)
+    assert weft(tmp_path / "killed", *words).returncode == 0
+    results = [json.loads((tmp_path / name / "runs/ab-small/ab.json").read_text()) for name in ("whole", "killed")]
+    assert results[0]["estimate"] == results[1]["estimate"]
+
+
+@pytest.mark.full
+def test_seeds_of_one_config_show_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(CONFIG)
+    done = weft(tmp_path, "ab", "small.toml", "--pairs", "3", "--aa")
+    assert done.returncode == 0, done.stderr
+    assert "no difference found" in done.stdout
+
+
+def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(CONFIG + "[data]\ntrain = [{path = 'none.txt'}]\n")
+    done = weft(tmp_path, "ab", "small.toml", "--", "optimizer.lr=1e-2", "--", "optimizer.lr=1e-5")
+    err = " ".join(done.stderr.split())
+    assert done.returncode == 3
+    assert "training of A in pair 1 failed with exit code 2" in err
+    assert "none.txt" in err
+
+
+def test_curves_of_runs_on_one_plot(tmp_path: Path) -> None:
+    for name, loss in (("one", 4.0), ("two", 3.0)):
+        write_run(tmp_path / name, [loss] * 10, {5: loss, 10: loss})
+    picture = tmp_path / "runs.png"
+    run(["runs", "compare", str(tmp_path / "one"), str(tmp_path / "two"), "--plot", str(picture)])
+    assert picture.stat().st_size > 10_000
