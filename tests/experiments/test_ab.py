@@ -124,7 +124,7 @@ def test_direction_of_known_metrics(metric: str, lower: bool) -> None:
         (["small.toml", "--", "optimizer.lr=1"], "two groups of settings"),
         (["small.toml", "--aa", "--pairs", "1"], "--pairs 1: an interval needs 2 to 1000 pairs"),
         (["small.toml", "--aa", "--until", "nan"], "--until nan: it is a difference of the metric, above 0"),
-        (["small.toml", "--aa", "--at", "enrgy"], "Did you mean 'energy'?"),
+        (["small.toml", "--aa", "--at", "enrgy"], "'enrgy' is not one of 'tokens', 'steps'"),
         (["small.toml", "--aa", "--metric", "evl.loss"], "Did you mean 'eval.loss'?"),
         (["small.toml", "--aa", "--metric", "eval.mine"], "Add --best lowest or --best highest"),
         (["small.toml", "--", "train.seq_len=16", "--", "train.seq_len=8"], "train.seq_len differs"),

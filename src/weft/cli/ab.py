@@ -7,16 +7,16 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from weft.cli.console import print_line, split_words, table
-from weft.errors import ConfigError, did_you_mean
+from weft.errors import ConfigError
 
 if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
-    from weft.experiments.ab import Comparison, PairResult, Runner
+    from weft.experiments.ab import PairedComparison, PairResult, Runner
 
 #: Separator of settings groups, as `weft.cli.app` passes "--".
 GROUPS = "::"
@@ -52,9 +52,12 @@ def ab(
         ),
     ] = None,
     best: Annotated[
-        str | None, typer.Option(help="lowest or highest, for metrics of your own.", show_default=False)
+        Literal["lowest", "highest"] | None,
+        typer.Option(help="Better values of a metric of your own.", show_default=False),
     ] = None,
-    at: Annotated[str, typer.Option(help="Compare at equal tokens, steps, time or energy.")] = "tokens",
+    at: Annotated[
+        Literal["tokens", "steps", "time", "energy"], typer.Option(help="Amount that is equal for A and B.")
+    ] = "tokens",
     aa: Annotated[bool, typer.Option("--aa", help="Compare A with itself under other seeds: the noise.")] = False,
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the comparison.", show_default="RUN.DIR/ab-NAME")
@@ -68,35 +71,25 @@ def ab(
 
     The same command continues a comparison that was interrupted.
     """
-    from weft.experiments.ab import (
-        Comparison,
-        Runner,
-        estimate_of,
-        is_decided,
-        refuse_incomparable,
-        tests,
-        verdict,
-        write_result,
-    )
+    from weft.experiments.ab import PairedComparison
     from weft.experiments.run_log import Measure
-    from weft.train.folder import run_lock
 
     a, b = read_configs(words, aa)
-    comparison = Comparison(
-        a,
-        b,
-        Measure.of(metric or default_metric(a, b), _checked("--best", best, ("lowest", "highest"))),
-        _checked("--at", at, ("tokens", "steps", "time", "energy")),
-        _num_pairs(pairs, until),
-        until,
-        other_seeds=aa,
-    )
+    measure = Measure.of(metric or default_metric(a, b), best)
+    comparison = PairedComparison(a, b, measure, at, _num_pairs(pairs, until), until, other_seeds=aa)
+    _compare(comparison, folder or Path(a.run.dir) / f"ab-{a.run.name}", keep_checkpoints, as_json)
+
+
+def _compare(comparison: PairedComparison, folder: Path, keep_checkpoints: bool, as_json: bool) -> None:
+    from weft.experiments.ab import Runner, estimate_of, is_decided, refuse_incomparable, tests, verdict, write_result
+    from weft.train.folder import run_lock
+
     refuse_incomparable(comparison)
-    folder = folder or Path(a.run.dir) / f"ab-{a.run.name}"
     results: list[PairResult] = []
-    with run_lock(folder, a.run.mode):
-        for line in table([("setting", "A", "B"), *comparison.differences()]) if comparison.differences() else ():
-            print_line(line)
+    with run_lock(folder, comparison.a.run.mode):
+        if differences := comparison.differences():
+            for line in table([("setting", "A", "B"), *differences]):
+                print_line(line)
         runner = Runner(comparison, folder, keep_checkpoints, print_line)
         for result in runner.results():
             results.append(result)
@@ -162,13 +155,7 @@ def _num_pairs(pairs: int | None, until: float | None) -> int:
     return number
 
 
-def _checked(option: str, text: str | None, known: tuple[str, ...]) -> Any:
-    if text is not None and text not in known:
-        raise ConfigError(f"{option} {text}: it must be one of {', '.join(known)}.{did_you_mean(text, known)}")
-    return text
-
-
-def _result_table(comparison: Comparison, results: Sequence[PairResult]) -> list[str]:
+def _result_table(comparison: PairedComparison, results: Sequence[PairResult]) -> list[str]:
     rows: list[tuple[str, ...]] = [("pair", f"{comparison.measure.name} A", "B", "B - A", "s/step A", "B")]
     for number, one in enumerate(results, start=1):
         values = (*one.value, one.difference)
@@ -176,7 +163,7 @@ def _result_table(comparison: Comparison, results: Sequence[PairResult]) -> list
     return table(rows, right=(1, 2, 3, 4, 5))
 
 
-def _draw(runner: Runner, comparison: Comparison, results: Sequence[PairResult]) -> Path:
+def _draw(runner: Runner, comparison: PairedComparison, results: Sequence[PairResult]) -> Path:
     from weft.experiments.ab import estimate_of, verdict
     from weft.experiments.pictures import plot_pairs
     from weft.experiments.run_log import RunLog

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -98,7 +98,7 @@ def compare(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file for the loss curves of the runs.")] = None,
-    at: Annotated[str, typer.Option(help="Horizontal axis of --plot: tokens, steps or time.")] = "tokens",
+    at: Annotated[Literal["tokens", "steps", "time"], typer.Option(help="Horizontal axis of --plot.")] = "tokens",
     as_json: Json = False,
 ) -> None:
     """Compare the settings, plan, data, versions and machine of several runs.
@@ -112,15 +112,13 @@ def compare(
             f"{' '.join(words or [])}: other runs and settings cannot be mixed. Give other runs, or the settings of "
             "the next command."
         )
-    if at not in ("tokens", "steps", "time"):
-        raise ConfigError(f"--at {at}: it must be tokens, steps or time.")
     if plot is not None:
         from weft.experiments.pictures import plot_runs
         from weft.experiments.run_log import RunLog
 
         for one in (run, *others):
             first_start(one)  # raises an error if it is no run
-        print_line(f"{plot_runs([RunLog.read(one) for one in (run, *others)], plot, at)}")  # type: ignore[arg-type]
+        print_line(str(plot_runs([RunLog.read(one) for one in (run, *others)], plot, at)))
     if others:
         found = _compared_runs([run, *others])
         if as_json:

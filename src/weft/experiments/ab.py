@@ -28,7 +28,7 @@ _OTHER_SEEDS = 100_000
 _POLL_S = 0.5
 #: Settings of a single run, which a comparison sets or ignores.
 _PER_RUN = ("run.", "seed", "log.", "sample.")
-#: Settings that may differ under any metric, because they do not change what the metric measures.
+#: Settings that may differ under any metric, because the metric means the same.
 _FREE = (
     "plan", "layout", "optimizer.", "schedule.", "model.", "memory.", "kernels.", "launch.", "monitor.", "checkpoint.",
     "alerts", "alert", "channel", "sink", "eval.every", "data.batching", "data.microbatch_cost", "data.workers",
@@ -46,7 +46,7 @@ _PER_BYTE = "eval.bits_per_byte"
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PairedComparison:
     """The question of a comparison.
 
     Attributes:
@@ -54,7 +54,7 @@ class Comparison:
         measure: the metric that decides.
         axis: the amount at which runs are compared.
         pairs: number of pairs, or the largest one with `until`.
-        until: stop as soon as the interval excludes 0 or lies within +-`until`; None: run all pairs.
+        until: stop as soon as the interval excludes 0 or is within +-`until`; None: run all pairs.
         other_seeds: B has other seeds than A in each pair, to measure the noise of seeds.
     """
 
@@ -92,7 +92,7 @@ def differing(a: RunConfig, b: RunConfig) -> list[tuple[str, str, str]]:
     ]
 
 
-def refuse_incomparable(comparison: Comparison) -> None:
+def refuse_incomparable(comparison: PairedComparison) -> None:
     """Check that the metric means the same in both configs, and that runs end by their number of steps.
 
     Raises:
@@ -144,26 +144,26 @@ class PairResult:
 
     @property
     def difference(self) -> float:
-        """The value of B minus that of A."""
+        """B - A."""
         return self.value[1] - self.value[0]
 
 
 class Runner:
-    """Runs the pairs of a comparison in a folder, each run by `weft train` in a process of its own.
+    """Runs the pairs of a comparison in a folder, each run by a separate process of `weft train`.
 
     Finished runs are read from the folder, and an unfinished one resumes, so the same comparison continues after a
     kill at any time.
 
     Args:
         folder: contains a.toml, b.toml, ab.json and a run folder per run.
-        keep_checkpoints: do not delete the checkpoints of finished runs.
+        keep: do not delete the checkpoints of finished runs.
         report: receives one line per finished run.
     """
 
-    def __init__(self, comparison: Comparison, folder: Path, keep_checkpoints: bool, report: Callable[[str], None]):
+    def __init__(self, comparison: PairedComparison, folder: Path, keep: bool, report: Callable[[str], None]):
         self.comparison = comparison
         self.folder = folder
-        self._keep = keep_checkpoints
+        self._keep = keep
         self._report = report
 
     def results(self) -> Iterator[PairResult]:
@@ -287,14 +287,14 @@ class Runner:
 _STEP_S = Measure("step_s", "s", lower_is_better=True)
 
 
-def is_decided(comparison: Comparison, estimate: Estimate) -> bool:
+def is_decided(comparison: PairedComparison, estimate: Estimate) -> bool:
     """Return True if no further pair is needed for `until`."""
     if comparison.until is None:
         return False
     return estimate.is_different or abs(estimate.mean) + estimate.half_width <= comparison.until
 
 
-def estimate_of(comparison: Comparison, results: Sequence[PairResult]) -> Estimate:
+def estimate_of(comparison: PairedComparison, results: Sequence[PairResult]) -> Estimate:
     """Return the difference B - A with its interval: one for the fixed number of pairs, or one for repeated looks."""
     differences = [one.difference for one in results]
     return fixed(differences) if comparison.until is None else sequential(differences)
@@ -303,7 +303,7 @@ def estimate_of(comparison: Comparison, results: Sequence[PairResult]) -> Estima
 # The answer.
 
 
-def verdict(comparison: Comparison, results: Sequence[PairResult]) -> str:
+def verdict(comparison: PairedComparison, results: Sequence[PairResult]) -> str:
     """Return the answer in a sentence, such as "B is better by 0.021 ± 0.006 nats (95 %, 5 pairs); 4 % slower."."""
     estimate, measure = estimate_of(comparison, results), comparison.measure
     unit = f" {measure.unit}" if measure.unit else ""
@@ -329,7 +329,7 @@ def _speed(results: Sequence[PairResult]) -> str:
     return f"no difference in speed found ({percent:+.1f} ± {reach:.1f} %)"
 
 
-def tests(comparison: Comparison, results: Sequence[PairResult]) -> str:
+def tests(comparison: PairedComparison, results: Sequence[PairResult]) -> str:
     """Return the p values of the two tests in a sentence."""
     estimate = estimate_of(comparison, results)
     text = f"p = {estimate.p_t:.2g} (paired t), {estimate.p_sign:.2g} (sign flips)"
@@ -338,7 +338,7 @@ def tests(comparison: Comparison, results: Sequence[PairResult]) -> str:
     return text
 
 
-def as_json(comparison: Comparison, results: Sequence[PairResult]) -> dict[str, Any]:
+def as_json(comparison: PairedComparison, results: Sequence[PairResult]) -> dict[str, Any]:
     """Return the whole result for ab.json."""
     estimate = estimate_of(comparison, results)
     return {
@@ -353,7 +353,7 @@ def as_json(comparison: Comparison, results: Sequence[PairResult]) -> dict[str, 
     }
 
 
-def write_result(folder: Path, comparison: Comparison, results: Sequence[PairResult]) -> None:
+def write_result(folder: Path, comparison: PairedComparison, results: Sequence[PairResult]) -> None:
     """Write ab.json. It is replaced atomically.
 
     Raises:

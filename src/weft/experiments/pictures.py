@@ -52,7 +52,7 @@ def plot_pairs(
     title: str,
     path: Path,
 ) -> Path:
-    """Draw the curves of all pairs, and beside them their differences with the interval of the mean, as a PNG.
+    """Draw the curves of all pairs, and to their right the differences with the interval of the mean, as a PNG.
 
     Args:
         pairs: (run of A, run of B).

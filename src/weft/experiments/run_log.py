@@ -19,7 +19,7 @@ from weft.monitor.events import last_per_step, number, read_events
 Axis = Literal["tokens", "steps", "time", "energy"]
 #: A training metric is averaged over this last share of the compared part of a run.
 _LAST_SHARE = 0.1
-#: Metrics of evaluations with a known better direction. Others need `--best`.
+#: Metrics of evaluations with a fixed better direction. Others need `--best`.
 _LOWER = frozenset({"loss", "bits_per_byte", "perplexity"})
 _HIGHER = frozenset({"accuracy", "macro_f1", "top5", "token_accuracy", "reward_accuracy", "reward_margin"})
 #: Names of metrics whose key in a step event differs.

@@ -64,7 +64,7 @@ def sequential(differences: Sequence[float], level: float = 0.95) -> Estimate:
 
 
 def variance_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the variance of paired differences over that of differences between unrelated runs; nan if it is 0/0."""
+    """Return the variance of paired over unpaired differences, or nan if it is 0/0."""
     unpaired = statistics.variance(a) + statistics.variance(b)
     paired = statistics.variance([right - left for left, right in zip(a, b, strict=True)])
     return paired / unpaired if unpaired else math.nan

@@ -130,7 +130,7 @@ class _Reader:
         for step in dis.get_instructions(code):
             name = step.argval if isinstance(step.argval, str) else ""
             if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                base = getattr(base, name, None)
+                base = _attribute(base, name)
             else:
                 base = names.get(name) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF") else None
             if step.opname == "LOAD_CONST":
@@ -148,6 +148,13 @@ class _Reader:
             has_rate |= any(isinstance(one, tuple) and "dropout_p" in one for one in code.co_consts)
         inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
         return (may_drop and (has_rate or self._has_rate)) or any(self._reads(one, names) for one in inner)
+
+
+def _attribute(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name, None)
+    except Exception:  # a module that loads at first use, and is not installed
+        return None
 
 
 # Noise of a sample is a function of its global index, like dropout, so it does not depend on the sample's rank.
