@@ -17,6 +17,7 @@ from weft.config.sections import (
     ColumnPart,
     Count,
     Duration,
+    EnergySection,
     Extent,
     Fraction,
     GrpoSection,
@@ -394,6 +395,7 @@ class RunConfig(Section):
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
     monitor: MonitorSection = MonitorSection()
+    energy: EnergySection = EnergySection()
     alerts: Literal["none", "standard"] = "none"
     """standard: the standard alerts (`weft alerts list` shows them), sent to all channels."""
     alert: tuple[AlertSection, ...] = Field(default=(), strict=False)

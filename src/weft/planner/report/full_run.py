@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from weft import units
+from weft.config.energy import carbon_intensity, grids
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.report.explanation import band_of
 from weft.planner.search.best_plans import answer
@@ -268,7 +266,7 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
         except ValueError:
             number = -1.0
         if not 0 < number < math.inf:
-            kind = f"a number above 0 or one of {', '.join(_grids())}" if name == "grid" else "a number above 0"
+            kind = f"a number above 0 or one of {', '.join(grids())}" if name == "grid" else "a number above 0"
             raise _error(name, f"{name}={value}: {kind} is needed. Write e.g. {name}={example}.")
         found, ends = replace(found, **{field: number}), ends + (name in ("tokens", "loss", "budget"))
     if ends != 1:
@@ -305,11 +303,6 @@ def _error(field: str, message: str) -> ConfigError:
     return ConfigError([Problem(field, message)])
 
 
-@functools.cache
-def _grids() -> dict[str, float]:
-    return tomllib.loads(Path(__file__).with_name("grids.toml").read_text(encoding="utf-8"))
-
-
 _WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {
     "tokens": ("tokens", units.parse_count, "1T"),
     "loss": ("loss", float, "2.2"),
@@ -318,6 +311,6 @@ _WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {
     "restart": ("restart_s", units.parse_seconds, "10m"),
     "save": ("save_s", units.parse_seconds, "15m"),
     "stall": ("stall_s", units.parse_seconds, "5s"),
-    "grid": ("grid", lambda text: _grids().get(text.lower()) or float(text.removesuffix("g")), "369g"),
+    "grid": ("grid", carbon_intensity, "369g"),
     "store": ("store_rate", lambda text: float(units.parse_bytes(text.removesuffix("/s"))), "10GB/s"),
 }
