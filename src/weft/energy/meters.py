@@ -129,7 +129,7 @@ def package_meters(sysfs: Path, clock: Clock = time.monotonic) -> list[Meter]:
             continue
         name = _read_text(folder / "name")
         if name.startswith("package-") and name not in found:
-            range_j = float(_read_text(folder / "max_energy_range_uj")) / 1e6
+            range_j = _read_joules(folder / "max_energy_range_uj")
             found[name] = _rapl(name, folder / "energy_uj", range_j, clock)
     if not found:
         raise Unmeasured(f"this machine has no RAPL counter of a CPU package ({sysfs}/class/powercap)")
@@ -137,11 +137,15 @@ def package_meters(sysfs: Path, clock: Clock = time.monotonic) -> list[Meter]:
 
 
 def _rapl(name: str, file: Path, range_j: float, clock: Clock) -> Meter:
-    def read() -> float:
-        return float(_read_text(file)) / 1e6
+    _read_joules(file)  # raises the reason if it is unreadable
+    return _Counter(name, "RAPL counter", lambda: _read_joules(file), _MOST_PACKAGE_W, range_j, clock)
 
-    read()  # raises the reason if it is unreadable
-    return _Counter(name, "RAPL counter", read, _MOST_PACKAGE_W, range_j, clock)
+
+def _read_joules(file: Path) -> float:
+    text = _read_text(file)
+    if not text.isdecimal():
+        raise Unmeasured(f"{file}: {text[:40]!r} is no number of microjoules")
+    return int(text) / 1e6
 
 
 def _read_text(file: Path) -> str:
@@ -180,7 +184,7 @@ def gpu_meter(nvml: Any, uuid: str, rated_watts: float | None, clock: Clock = ti
     Raises:
         Unmeasured: if the GPU has none of these.
     """
-    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    name = _full_name(uuid)
     handle = _call(nvml, name, nvml.nvmlDeviceGetHandleByUUID, name)
 
     def millijoules() -> float:
@@ -206,6 +210,10 @@ def gpu_meter(nvml: Any, uuid: str, rated_watts: float | None, clock: Clock = ti
     rated = rated_watts
     basis = f"estimate: {rated:g} W x (0.3 + 0.7 x GPU utilization)"
     return _PowerSum(name, "estimated", basis, lambda: drawn_watts(rated, busy()), clock)
+
+
+def _full_name(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
 def _works(read: Callable[[], float]) -> bool:
@@ -242,7 +250,7 @@ def gpu_meters(
 ) -> tuple[list[Meter], dict[str, str]]:
     """Return a meter for each distinct GPU, and the reasons of GPUs without one, by UUID."""
     found, reasons = list[Meter](), dict[str, str]()
-    for uuid in dict.fromkeys(uuids):
+    for uuid in dict.fromkeys(map(_full_name, uuids)):
         try:
             found.append(gpu_meter(nvml if nvml is not None else load_nvml(), uuid, rated_watts, clock))
         except Unmeasured as reason:

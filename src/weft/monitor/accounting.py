@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.monitor.energy_ledger import EnergyLedger
+from weft.monitor.energy_ledger import EnergyLedger, EnergySummary
 from weft.monitor.events import number, step_of
 from weft.units import counted, format_seconds
 
@@ -89,6 +89,7 @@ class TimeLedger:
     _waits_for_first: bool = False
     _state: str = ""
     _typical: tuple[int, float] = (0, 0.0)
+    _config: object = None
 
     def feed(self, event: Mapping[str, Any]) -> None:
         """Add one event. Events before the first "start", events without a finite time, and "resume" are ignored."""
@@ -127,6 +128,10 @@ class TimeLedger:
         extra = zip(self._first_step_extra(), self._first_steps, strict=True)
         return self.energy.joules((cause, more / took if took > 0 else 0.0) for (cause, more), (took, _) in extra)
 
+    def energy_summary(self) -> EnergySummary:
+        """Return energy, cost and CO2 under the settings of the last start."""
+        return EnergySummary.of(self.energy, self.joules(), self._config)
+
     def _first_step_extra(self) -> list[tuple[str, float]]:
         """Return the cause of each start's slow first step, and its seconds beyond a typical step."""
         typical = self._typical_step()
@@ -156,6 +161,7 @@ class TimeLedger:
         self._forget_beyond(step_of(event) or 0)
         self._devices = devices if type(devices) is int and 0 < devices < 2**31 else 1
         self.energy.begin()
+        self._config = event.get("config")
         self._compiles = "compile" in str(event.get("plan", ""))
         self._state, self._looped, self._waits_for_first = "runs", when, True
         self.starts += 1

@@ -312,12 +312,14 @@ class EnergySummary:
         order = sorted(self.shares.items(), key=lambda one: -one[1])
         return ", ".join(f"{share:.1%} {cause}" for cause, share in order if share >= 0.0005)
 
-    def lines(self, unit: str) -> list[str]:
-        """Return the report for the end of a run: figures, causes, and what is missing or estimated."""
+    def lines(self, unit: str, *, with_causes: bool = True) -> list[str]:
+        """Return a report: figures, causes, and devices and times that are estimated or unmeasured."""
+        if self.kwh is None:
+            return [f"energy  unmeasured{'' if not self.notes else ': '}{'; '.join(self.notes)}"]
         found = [f"energy  {self.text(unit)}"]
-        if self.kwh is not None:
+        if with_causes:
             found.append(f"        {self.share_text()}")
-        if self.kwh is not None and self.unmeasured_s >= 1:
+        if self.unmeasured_s >= 1:
             found.append(f"        unmeasured for {self.unmeasured_s:.0f} s of the run")
         return found + [f"        {note}" for note in self.notes]
 
