@@ -22,7 +22,7 @@ from weft.train.hooks import Hook
 from weft.units import parse_seconds
 
 #: Seconds between two readings before and after evaluations and saves, however often these are.
-_LEAST_S = 0.1
+_LEAST_S = 1.0
 
 
 def run_meter(job: EngineJob, engine: Engine, gpu: str | None) -> tuple[HostMeter | None, int]:
