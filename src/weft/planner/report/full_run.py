@@ -10,6 +10,7 @@ from typing import Any
 from weft import units
 from weft.config.energy import carbon_intensity, grids
 from weft.errors import ConfigError, Problem, did_you_mean
+from weft.planner.report.energy_front import SortBy, ranked_by
 from weft.planner.report.explanation import band_of
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
@@ -276,25 +277,30 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
 
 
 def full_runs(
-    model: Any, clusters: str, text: str, price: float | None = None, **options: Any
+    model: Any, clusters: str, text: str, price: float | None = None, sort: SortBy = "time", **options: Any
 ) -> list[tuple[Answer[Candidate], FullRun | None]]:
-    """Compute a full run on each of the comma-separated clusters, most tokens per dollar first.
+    """Compute a full run on each of the comma-separated clusters.
 
-    The run is None if no plan fits.
+    Runs with most tokens per dollar precede, or for another `sort` than "time" runs with most tokens per kWh. The run
+    is None if no plan fits.
 
     Raises:
         ConfigError: for invalid input, and as in `full_run`.
     """
     terms = read_run(text, price)
+    if sort == "co2" and terms.grid is None:
+        raise _error("sort", "sort=co2: the carbon intensity is needed. Add grid=france or grid=369 to --run.")
     if not clusters.strip(" ,"):
         raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")
     found: list[tuple[Answer[Candidate], FullRun | None]] = []
     for cluster in filter(None, (each.strip() for each in clusters.split(","))):
-        reply = answer(Question.of(model, cluster, **options))
+        reply = ranked_by(answer(Question.of(model, cluster, **options)), sort)
         found.append((reply, None if reply.best is None else full_run(reply.best, terms)))
 
-    def order(run: FullRun | None) -> tuple[bool, float, float]:  # most tokens per dollar, then least time
-        return (True, 0.0, 0.0) if run is None else (False, (run.dollars or math.inf) / run.tokens, run.seconds)
+    def order(run: FullRun | None) -> tuple[bool, float, float]:  # most tokens per dollar or kWh, then least time
+        if run is None:
+            return True, 0.0, 0.0
+        return False, ((run.dollars if sort == "time" else run.kwh) or math.inf) / run.tokens, run.seconds
 
     return sorted(found, key=lambda one: order(one[1]))
 
