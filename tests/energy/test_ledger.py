@@ -26,7 +26,14 @@ def reading(time: float, joules: float, **more: object):
 
 def step(time: float, number: int, total: float = 1.0, data: float = 0.0, **more: object):
     seconds = {"total": total, "data": data}
-    return {"event": "step", "time": time, "step": number, "tokens": 100, "tokens_per_s": 1.0, "seconds": seconds} | more
+    return {
+        "event": "step",
+        "time": time,
+        "step": number,
+        "tokens": 100,
+        "tokens_per_s": 1.0,
+        "seconds": seconds,
+    } | more
 
 
 def joules_of(events) -> tuple[dict[str, float], TimeLedger]:

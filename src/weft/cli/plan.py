@@ -233,7 +233,16 @@ def plan(
     settings = {"fixed": fix, "built_only": built_only, "tier": tier, "profile": profile}
     files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
     by = None if sort == "time" else sort
-    others = {"sort": by, "grid": grid, "tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
+    others = {
+        "sort": by,
+        "grid": grid,
+        "tune": tune,
+        "run": run,
+        "price": price,
+        "compare": compare,
+        "what_if": what_if,
+        "why_not": why_not,
+    }
     with _errors_as_json() if json else nullcontext(), _light_start():
         if learn is not None:
             learn_from(learn, profile)

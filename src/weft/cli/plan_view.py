@@ -215,7 +215,9 @@ def _nothing(console: Console, answer: Answer[Candidate]) -> None:
 
 def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Table:
     base, unit = answer.best, answer.question.unit
-    table = table_of(("what if",), ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}", f"kWh/B {unit}"), "best plan")
+    table = table_of(
+        ("what if",), ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}", f"kWh/B {unit}"), "best plan"
+    )
     rows = [(each.text, each.answer.best) for each in scenarios]
     for text, best in rows if base is None else [("(unchanged)", base), *rows]:
         if best is None:

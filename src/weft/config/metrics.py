@@ -42,7 +42,8 @@ class MetricSpec:
     @property
     def exported(self) -> str:
         """Return the name for Prometheus and OpenTelemetry: one prefix, base units, "_total" for increasing totals."""
-        unit = {"bytes/s": "bytes_per_second", "s": "seconds", "W": "watts", "J": "joules", "C": "celsius", "Hz": "hertz"}
+        unit = {"bytes/s": "bytes_per_second", "s": "seconds", "W": "watts", "C": "celsius", "Hz": "hertz"}
+        unit["J"] = "joules"
         stem = _PLAIN.sub("_", self.name.removesuffix("_s") if self.unit == "s" else self.name)
         suffix = unit.get(self.unit, self.unit if self.unit in ("bytes", "ratio") else "")
         for ending in ("_bytes_per_s", "_bytes", "_per_s"):
@@ -143,8 +144,8 @@ _HOST = (
     MetricSpec("host.cpu", "ratio", "Share of the machine's CPU time in use.", owner="host"),
     MetricSpec("host.memory_free_bytes", "bytes", "Memory of the machine that programs can still have.", owner="host",
                worse="low"),
-    MetricSpec("host.energy_joules", "J", "Energy of a machine's GPUs and CPU packages since the last start.", owner="host",
-               grows=True),
+    MetricSpec("host.energy_joules", "J", "Energy of a machine's GPUs and CPU packages since the last start.",
+               owner="host", grows=True),
     MetricSpec("disk.free_bytes", "bytes", "Free space on the disk of the run folder.", owner="host", worse="low"),
     MetricSpec("disk.read_bytes_per_s", "bytes/s", "Bytes that the machine's disks read.", owner="host"),
     MetricSpec("disk.write_bytes_per_s", "bytes/s", "Bytes that the machine's disks write.", owner="host"),
@@ -156,8 +157,8 @@ _ENERGY = (
     MetricSpec("energy.kwh", "kWh", "Energy of the run over all its starts, measured or estimated, with energy.pue.",
                grows=True, worse="high"),
     MetricSpec("energy.watts", "W", "Mean power of the run's devices since the last reading.", worse="high"),
-    MetricSpec("energy.j_per_item", "J/item", "Energy per token, or other item of the loss, since the last reading, with "
-               "energy.pue.", worse="high"),
+    MetricSpec("energy.j_per_item", "J/item", "Energy per token, or other item of the loss, since the last reading, "
+               "with energy.pue.", worse="high"),
 )  # fmt: skip
 _RUN = (
     MetricSpec("checkpoint.stall_s", "s", "Seconds that training waited for the last save.", worse="high"),

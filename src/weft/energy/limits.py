@@ -86,7 +86,7 @@ class PowerLimit:
         first = {uuid: int(self._gpus.call("nvmlDeviceGetPowerManagementLimit", uuid)) for uuid in uuids}
         ranges = [self._gpus.call("nvmlDeviceGetPowerManagementLimitConstraints", uuid) for uuid in uuids]
         self._first = first
-        self.state = {"kind": "gpu_power", "first": first}
+        self.state: Mapping[str, Any] = {"kind": "gpu_power", "first": first}
         lowest = -(-max(low for low, _ in ranges) // 1000)
         self.values = _values(lowest, max(first.values()) // 1000, _LEAST_WATTS)
 
@@ -123,7 +123,7 @@ class ClockLimit:
         stride = max(1, len(ordered) // _MOST_VALUES)
         self._lowest = ordered[0]
         self.values = tuple(sorted(ordered[::-1][::stride]))
-        self.state = {"kind": "gpu_clock", "first": dict.fromkeys(uuids, 0)}
+        self.state: Mapping[str, Any] = {"kind": "gpu_clock", "first": dict.fromkeys(uuids, 0)}
 
     def check_rights(self) -> None:
         """Raise NoRights unless this is the root user."""
@@ -155,7 +155,7 @@ class CpuFrequency:
         self._first = {str(folder / "scaling_max_freq"): _number(folder / "scaling_max_freq") for folder in folders}
         lowest = -(-max(_number(folder / "cpuinfo_min_freq") for folder in folders) // 1000)
         self.values = _values(lowest, max(self._first.values()) // 1000, 50)
-        self.state = {"kind": "cpu_frequency", "first": self._first}
+        self.state: Mapping[str, Any] = {"kind": "cpu_frequency", "first": self._first}
 
     def check_rights(self) -> None:
         """Raise NoRights if a policy is not writable."""

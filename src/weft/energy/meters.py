@@ -77,7 +77,9 @@ class _Counter:
         if grown < 0 and self._range_j:
             grown += self._range_j
         if not 0 <= grown <= most:
-            self.notes.append(f"{self.name}: its counter was reset or jumped; the energy of {elapsed:.0f} s is unmeasured")
+            self.notes.append(
+                f"{self.name}: its counter was reset or jumped; the energy of {elapsed:.0f} s is unmeasured"
+            )
             return self._joules
         self._joules += grown
         return self._joules
@@ -89,7 +91,8 @@ class _PowerSum:
     def __init__(
         self, name: str, label: Label, basis: str, watts: Callable[[], float], clock: Clock, *, are_means: bool = False
     ):
-        self.name, self.label, self.basis, self.notes = name, label, basis, list[str]()
+        self.label: Label = label
+        self.name, self.basis, self.notes = name, basis, list[str]()
         self._watts, self._clock, self._are_means = watts, clock, are_means
         self._last: tuple[float, float] | None = None
         self._joules = 0.0

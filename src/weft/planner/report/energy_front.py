@@ -40,7 +40,9 @@ def grid_of(text: str | None, sort: SortBy) -> float | None:
     """
     if text is None:
         if sort == "co2":
-            raise _error("sort", "sort=co2: the carbon intensity of the electricity is needed. Add --grid france or 369.")
+            raise _error(
+                "sort", "sort=co2: the carbon intensity of the electricity is needed. Add --grid france or 369."
+            )
         return None
     try:
         return carbon_intensity(text)

@@ -187,7 +187,7 @@ def joules_of_earlier_starts(events: Path) -> float:
     try:
         with open(events, "rb") as file:
             for line in file:
-                if b'"start"' not in line and b'energy' not in line:  # parse only the few lines that matter
+                if b'"start"' not in line and b"energy" not in line:  # parse only the few lines that matter
                     continue
                 event = _event(line)
                 if event.get("event") == "start":
