@@ -114,7 +114,7 @@ def tune(
     gpus = _gpus_of(run)
     limit = limit_of(by, gpus, env.sysfs())
     if len(limit.values) < 2:
-        raise ConfigError(f"--by={by}: the {limit.name} is already at its minimum, {limit.values[0]}. Raise it first.")
+        raise ConfigError(f"--by={by}: the {limit.name} is already at its minimum, {min(limit.values)}. Raise it first.")
     search = LimitSearch(limit.values, slowdown, tries)
     try:
         limit.check_rights()
