@@ -1,4 +1,4 @@
-"""`weft energy`: what a run's energy costs, what this machine can measure, and tuning of power limits and clocks."""
+"""`weft energy`: energy and cost of a run, meters of this machine, and tuning of power limits and clocks."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def meters() -> None:
 @app.command()
 def restore() -> None:
     """Restore limits of a tuning that was killed together with the process that guards it."""
-    from weft.energy.guard import lock, restore_earlier
+    from weft.energy.guard import restore_earlier, take_lock
 
-    handle = lock()
+    handle = take_lock()
     try:
         restored = restore_earlier(env.sysfs())
     finally:
@@ -114,7 +114,9 @@ def tune(
     gpus = _gpus_of(run)
     limit = limit_of(by, gpus, env.sysfs())
     if len(limit.values) < 2:
-        raise ConfigError(f"--by={by}: the {limit.name} is already at its minimum, {min(limit.values)}. Raise it first.")
+        raise ConfigError(
+            f"--by={by}: the {limit.name} is already at its minimum, {min(limit.values)}. Raise it first."
+        )
     search = LimitSearch(limit.values, slowdown, tries)
     try:
         limit.check_rights()

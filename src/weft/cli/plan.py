@@ -149,7 +149,8 @@ Price = Annotated[
     float | None, typer.Option("--price", min=0.0, help="Dollars per device and hour.", show_default=False)
 ]
 Sort = Annotated[
-    SortBy, typer.Option("--sort", help="Order of the plans. energy and co2 also show time against energy.")
+    SortBy | None,
+    typer.Option("--sort", help="Order of the plans: time, or energy or co2, which also show time against energy."),
 ]
 Grid = Annotated[
     str | None,
@@ -216,7 +217,7 @@ def plan(
     save_model: SaveModel = None,
     json: Json = False,
     price: Price = None,
-    sort: Sort = "time",
+    sort: Sort = None,
     grid: Grid = None,
     tier: Tier = "tables",
     refine: Refine = 0.0,
@@ -232,35 +233,30 @@ def plan(
     data = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents, "refine_s": refine}
     settings = {"fixed": fix, "built_only": built_only, "tier": tier, "profile": profile}
     files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
-    by = None if sort == "time" else sort
-    others = {
-        "sort": by,
-        "grid": grid,
-        "tune": tune,
-        "run": run,
-        "price": price,
-        "compare": compare,
-        "what_if": what_if,
-        "why_not": why_not,
-    }
+    others = {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
+    energy = {"sort": sort, "grid": grid}
     with _errors_as_json() if json else nullcontext(), _light_start():
         if learn is not None:
             learn_from(learn, profile)
             if model is None:
                 return
         model, cluster = _inputs(model, cluster, more, device)
-        is_generation = texts.is_asked(data | files | others)
+        is_generation = texts.is_asked(data | files | others | energy)
         described = _described(model, save_model, caches=is_generation)
         if is_generation:
             plan_generation(texts, described, cluster, top=top, reasons=reasons, as_json=json, **settings)
             return
         if _answer_several_clusters(described, cluster, (tune, run, price), data | settings, as_json=json, sort=sort):
             return
-        intensity = grid_of(grid, sort)
-        found = _find(_question(described, cluster, tune, data | settings), why_not, compare, what_if or [])
-        found = replace(found, answer=ranked_by(found.answer, sort), sort=sort, grid=intensity)
+        asked = _question(described, cluster, tune, data | settings)
+        found = _ordered(_find(asked, why_not, compare, what_if or []), sort, grid)
         write_files(found, price, **files)
         _show(found, top, price, reasons=reasons, as_json=json)
+
+
+def _ordered(found: Findings, sort: SortBy | None, grid: str | None) -> Findings:
+    by = sort or "time"
+    return replace(found, grid=grid_of(grid, by), answer=ranked_by(found.answer, by), sort=by)
 
 
 def _show(found: Findings, top: int, price: float | None, *, reasons: bool, as_json: bool) -> None:
@@ -321,15 +317,15 @@ def _errors_as_json() -> Iterator[None]:
 
 def _answer_several_clusters(
     model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
-    as_json: bool, sort: SortBy = "time",
+    as_json: bool, sort: SortBy | None = None,
 ) -> bool:  # fmt: skip
     """Print plans for each of several clusters, if the command requests that. Return True if it does."""
     tune, run, price = asked
     if tune is not None and run is not None:
         raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
-    if run is not None and not print_runs(model, clusters, run, price, settings, as_json=as_json, sort=sort):
+    if run is not None and not print_runs(model, clusters, run, price, settings, as_json=as_json, sort=sort or "time"):
         raise typer.Exit(NOTHING_FITS)
-    if tune == "all" and sort != "time":
+    if tune == "all" and sort is not None:
         raise ConfigError([Problem("sort", f"sort={sort}: --tune all has no order of plans. Use --tune lora or full.")])
     if tune == "all":
         found = scenario.what_fits(model, clusters, **settings)

@@ -27,7 +27,7 @@ def drawn_watts(rated: float, busy: float) -> float:
 
 @functools.cache
 def grids() -> dict[str, float]:
-    """Return the grams of CO2 equivalents per kWh of the known grids, by name."""
+    """Return the grams of CO2 equivalents per kWh of the listed grids, by name."""
     return tomllib.loads(Path(__file__).with_name("grids.toml").read_text(encoding="utf-8"))
 
 
@@ -35,7 +35,7 @@ def carbon_intensity(text: str) -> float:
     """Return the grams of CO2 equivalents per kWh of a grid's name, or of a number such as "369" or "369g".
 
     Raises:
-        ValueError: if it is neither a known grid nor a number above 0. The message has the rule and the remedy.
+        ValueError: if it is neither a listed grid nor a number above 0. The message has the rule and the remedy.
     """
     known = grids().get(text.lower())
     if known is not None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from weft.config.energy_section import EnergySection
 from weft.config.sections import (
     AdapterSection,
     AlertSection,
@@ -17,7 +18,6 @@ from weft.config.sections import (
     ColumnPart,
     Count,
     Duration,
-    EnergySection,
     Extent,
     Fraction,
     GrpoSection,

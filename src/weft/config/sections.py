@@ -337,37 +337,6 @@ class MonitorSection(Section):
         return self.update_ratio_every > 0 and step % self.update_ratio_every == 0
 
 
-_GRID_RULE = "grams of CO2 per kWh, or a region such as france"
-Grid = Annotated[
-    str,
-    BeforeValidator(lambda value: f"{value:g}" if type(value) in (int, float) else value),
-    _text(r"^([A-Za-z]{2,30}|([0-9]{1,5}(\.[0-9]{1,6})?|\.[0-9]{1,6})g?)$", _GRID_RULE),
-]
-
-
-class EnergySection(Section):
-    """Energy of the run: its meters, and their price, CO2 and limit."""
-
-    meter: bool = True
-    """Measure the energy of GPUs and CPU packages, and record it by cause in events.jsonl."""
-    pue: Annotated[float, Field(ge=1, le=10)] = 1.0
-    """Power usage effectiveness of the building: energy at its meter over the energy of its machines. Reported kWh,
-    cost and CO2 include it."""
-    grid: Grid | None = Field(default=None, examples=["france"])
-    """Carbon intensity of the electricity: grams of CO2 per kWh, or a region, such as france (means of 2023)."""
-    price: Annotated[str, _text(r"^[0-9. ]*[A-Za-z$€£¥/ ]+[0-9. ]*[A-Za-z/ ]*$", "a price such as 0.25eur")] | None = (
-        Field(default=None, examples=["0.25eur"])
-    )
-    """Price of one kWh, such as 0.25eur."""
-    budget: PositiveFloat | None = Field(default=None, examples=[10.0])
-    """Energy of the whole run in kWh, over all its starts, at which it saves and pauses. `weft runs resume RUN
-    energy.budget=KWH` continues it."""
-    cpu_watts: PositiveFloat | None = Field(default=None, examples=[250.0])
-    """Power of all CPU packages of a machine at full load, for an estimate if they have no readable counter."""
-    gpu_watts: PositiveFloat | None = Field(default=None, examples=[300.0])
-    """Power of one GPU at full load, for an estimate if it has no counter; by default its data sheet's."""
-
-
 class SinkSection(Section):
     """A destination of metrics in addition to events.jsonl.
 

@@ -59,7 +59,7 @@ class Guarded:
         self._lock = -1
 
     def __enter__(self) -> Guarded:
-        self._lock = lock()
+        self._lock = take_lock()
         try:
             restore_earlier(self._sysfs, self._nvml)
             # A complete file exists before the first change, and only this user may change it.
@@ -78,7 +78,7 @@ class Guarded:
         return self
 
     def _start(self) -> None:
-        # A session of its own, so that Ctrl-C and a closed terminal do not reach the guard.
+        # A separate session, so that Ctrl-C and a closed terminal do not reach the guard.
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "weft.energy.guard", str(self._file), str(self._sysfs)],
             stdin=subprocess.PIPE,
@@ -114,8 +114,8 @@ class Guarded:
             raise LaunchError(f"limits could not be restored: {error}. Run: sudo weft energy restore.") from error
 
 
-def lock() -> int:
-    """Lock the limits of this machine and return the lock's descriptor. Raise LaunchError if they are locked."""
+def take_lock() -> int:
+    """Take the lock of this machine's limits and return its descriptor. Raise LaunchError if another has it."""
     path = state_file().with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -181,11 +181,11 @@ def gpu_meter(nvml: Any, uuid: str, rated_watts: float | None, clock: Clock = ti
     Args:
         nvml: the module pynvml, initialized, or a replacement in tests.
         uuid: the GPU's UUID, with or without "GPU-".
-        rated_watts: power at full load for an estimate; None takes it from the list of known devices.
+        rated_watts: power at full load for an estimate; None takes it from the data sheet.
         clock: seconds, for tests.
 
     Raises:
-        Unmeasured: if the GPU has none of these.
+        Unmeasured: if neither can be read.
     """
     name = _full_name(uuid)
     handle = _call(nvml, name, nvml.nvmlDeviceGetHandleByUUID, name)

@@ -36,6 +36,9 @@ class LimitSearch:
         values: possible values in ascending order; the last one is the unchanged setting.
         max_slowdown: largest permitted increase of the step time, such as 0.05.
         num_tries: number of tries.
+
+    Raises:
+        ValueError: for less than two values, or values in another order.
     """
 
     def __init__(self, values: Sequence[int], max_slowdown: float, num_tries: int = 12):

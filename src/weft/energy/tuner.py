@@ -42,7 +42,7 @@ def tune(
 
     Args:
         limit: the limit.
-        guarded: restores the limit if this process ends in any way.
+        guarded: restores the limit whatever ends this process.
         measure: measures steps under a value that has been set.
         search: chooses the values.
         report: called with the number of the try and its result.

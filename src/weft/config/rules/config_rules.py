@@ -541,10 +541,9 @@ def config_problems(
             model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:
             found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
-    if not any(_touches(key, broken) for key in ("alert", "channel", "sink")):
-        found += [(problem, (problem.field,)) for problem in watch_problems(config)]
-    if not _touches("energy", broken):
-        found += [(problem, (problem.field,)) for problem in energy_problems(config)]
+    if not any(_touches(key, broken) for key in ("alert", "channel", "sink", "energy")):
+        listed = (*watch_problems(config), *energy_problems(config))
+        found += [(problem, (problem.field,)) for problem in listed]
     for problem in _plan_problems(config, model, broken, world_size, device):
         found.append((problem, (problem.field, "plan", "model")))
     return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]

@@ -64,7 +64,7 @@ class EnergyReports:
         return {"host.energy_joules": found.joules, "host.energy_estimated_j": found.estimated_j}
 
     def on_metrics(self, event: Mapping[str, object]) -> None:
-        """Pass on a metrics event, after reading the other machines' energy from it."""
+        """Publish a metrics event, after reading the other machines' energy from it."""
         others = number(event.get("energy_others_j"))
         self.others_j = others if others == others else self.others_j
         if self._publish is not None:
