@@ -234,14 +234,13 @@ def plan(
     settings = {"fixed": fix, "built_only": built_only, "tier": tier, "profile": profile}
     files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
     others = {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
-    energy = {"sort": sort, "grid": grid}
     with _errors_as_json() if json else nullcontext(), _light_start():
         if learn is not None:
             learn_from(learn, profile)
             if model is None:
                 return
         model, cluster = _inputs(model, cluster, more, device)
-        is_generation = texts.is_asked(data | files | others | energy)
+        is_generation = texts.is_asked(data | files | others | {"sort": sort, "grid": grid})
         described = _described(model, save_model, caches=is_generation)
         if is_generation:
             plan_generation(texts, described, cluster, top=top, reasons=reasons, as_json=json, **settings)
