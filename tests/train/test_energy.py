@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,12 @@ def counter(tmp_path, monkeypatch) -> Path:
 
     def counted_step(engine, *args):
         advance(counter, STEP_J)
+        time.sleep(0.005)
         return step(engine, *args)
 
     def counted_evaluation(engine):
         advance(counter, EVALUATION_J)
+        time.sleep(0.005)  # events have times in milliseconds
         return evaluate(engine)
 
     monkeypatch.setattr(FakeEngine, "step", counted_step)
