@@ -279,6 +279,11 @@ def pretended_host() -> str:
     return os.environ.get("WEFT_HOST", "")
 
 
+def sysfs() -> Path:
+    """Return the folder of the kernel's devices: /sys, or another one in tests (WEFT_SYSFS)."""
+    return Path(os.environ.get("WEFT_SYSFS", "/sys"))
+
+
 def cache_dir() -> Path:
     """Return the folder of tokenised data and machine profiles, which is kept between runs."""
     if os.environ.get("WEFT_HOME"):

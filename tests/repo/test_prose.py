@@ -43,6 +43,7 @@ CEILINGS: dict[str, float] = {
     "config": 0.3,
     "data": 0.4,
     "experiments": 0.4,
+    "energy": 0.0,
     "generation": 0.4,
     "hf": 0.0,
     "inference": 0.0,

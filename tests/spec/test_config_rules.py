@@ -142,6 +142,16 @@ CASES = [
      "launch.device=cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU."),
 ]  # fmt: skip
 OTHERS = [
+    (["energy.grid=frence"],
+     "energy.grid=frence: it is neither grams of CO2 per kWh above 0 nor a known grid. Did you mean 'france'?"),
+    (["energy.grid=0"],
+     "energy.grid=0: it is neither grams of CO2 per kWh above 0 nor a known grid. Use a number, or one of world, "
+     "australia, austria, belgium, brazil, bulgaria, canada, china, croatia, czechia, denmark, estonia, finland, "
+     "france, germany, greece, hungary, india, ireland, norway, us."),
+    (["energy.price=cheap"],
+     "energy.price=cheap: a price is a number and a currency, for one kWh. Use such as 0.25eur."),
+    (["energy.budget=3", "energy.meter=false"],
+     "energy.budget=3: energy.meter=false measures nothing. Use energy.meter=true, or leave energy.budget out."),
     (["train.global_batch=10", "plan=dp_replicate=4"],
      "train.global_batch=10: 4 data-parallel ranks x 1 microbatch "
      "need a multiple of 4 sequences. Use train.global_batch=8 or 12."),

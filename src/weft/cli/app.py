@@ -46,6 +46,7 @@ VERBS = {
     "drill": Verb("Inject faults into a run of a config, one by one, on this machine.", "weft.cli.drill", "drill"),
     "models": Verb("List the built-in model sizes.", "weft.cli.models", "list_models"),
     "layout": Verb("Print how tensor parallelism splits a model, and why.", "weft.cli.models", "layout"),
+    "energy": Verb("Show the energy of runs; tune power limits and clocks.", "weft.cli.energy", "app"),
     "doctor": Verb("Check this machine and print a report for bug reports.", "weft.cli.doctor", "doctor"),
     "version": Verb("Print Weft's version.", "weft.cli.app", "version"),
 }

@@ -26,6 +26,7 @@ from weft.hub import downloaded_folder
 from weft.planner.measured.corrections import learn, lesson_words
 from weft.planner.measured.machine_profile import default_path, load_profile
 from weft.planner.report import scenario
+from weft.planner.report.energy_front import SortBy, grid_of, ranked_by
 from weft.planner.report.verdict import compare as compare_plans
 from weft.planner.report.verdict import why_not as judge
 from weft.planner.search.best_plans import answer
@@ -147,6 +148,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Price = Annotated[
     float | None, typer.Option("--price", min=0.0, help="Dollars per device and hour.", show_default=False)
 ]
+Sort = Annotated[
+    SortBy | None,
+    typer.Option("--sort", help="Order of the plans: time, or energy or co2, which also show time against energy."),
+]
+Grid = Annotated[
+    str | None,
+    typer.Option("--grid", metavar="REGION", help="Grams of CO2 per kWh, or a region such as france: shows the CO2."),
+]
 Tier = Annotated[str, typer.Option("--tier", help="datasheet: data sheets only; tables: also published measurements.")]
 ProfileFile = Annotated[
     Path | None,
@@ -208,6 +217,8 @@ def plan(
     save_model: SaveModel = None,
     json: Json = False,
     price: Price = None,
+    sort: Sort = None,
+    grid: Grid = None,
     tier: Tier = "tables",
     refine: Refine = 0.0,
     profile: ProfileFile = None,
@@ -229,16 +240,22 @@ def plan(
             if model is None:
                 return
         model, cluster = _inputs(model, cluster, more, device)
-        is_generation = texts.is_asked(data | files | others)
+        is_generation = texts.is_asked(data | files | others | {"sort": sort, "grid": grid})
         described = _described(model, save_model, caches=is_generation)
         if is_generation:
             plan_generation(texts, described, cluster, top=top, reasons=reasons, as_json=json, **settings)
             return
-        if _answer_several_clusters(described, cluster, (tune, run, price), data | settings, as_json=json):
+        if _answer_several_clusters(described, cluster, (tune, run, price), data | settings, as_json=json, sort=sort):
             return
-        found = _find(_question(described, cluster, tune, data | settings), why_not, compare, what_if or [])
+        asked = _question(described, cluster, tune, data | settings)
+        found = _ordered(_find(asked, why_not, compare, what_if or []), sort, grid)
         write_files(found, price, **files)
         _show(found, top, price, reasons=reasons, as_json=json)
+
+
+def _ordered(found: Findings, sort: SortBy | None, grid: str | None) -> Findings:
+    by = sort or "time"
+    return replace(found, grid=grid_of(grid, by), answer=ranked_by(found.answer, by), sort=by)
 
 
 def _show(found: Findings, top: int, price: float | None, *, reasons: bool, as_json: bool) -> None:
@@ -299,14 +316,16 @@ def _errors_as_json() -> Iterator[None]:
 
 def _answer_several_clusters(
     model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
-    as_json: bool,
+    as_json: bool, sort: SortBy | None = None,
 ) -> bool:  # fmt: skip
     """Print plans for each of several clusters, if the command requests that. Return True if it does."""
     tune, run, price = asked
     if tune is not None and run is not None:
         raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
-    if run is not None and not print_runs(model, clusters, run, price, settings, as_json=as_json):
+    if run is not None and not print_runs(model, clusters, run, price, settings, as_json=as_json, sort=sort or "time"):
         raise typer.Exit(NOTHING_FITS)
+    if tune == "all" and sort is not None:
+        raise ConfigError([Problem("sort", f"sort={sort}: --tune all has no order of plans. Use --tune lora or full.")])
     if tune == "all":
         found = scenario.what_fits(model, clusters, **settings)
         print_fits(found, as_json=as_json)

@@ -17,6 +17,7 @@ from rich.table import Table
 from weft.cli.console import print_line
 from weft.errors import ConfigError
 from weft.planner.report import tables as report
+from weft.planner.report.energy_front import SortBy, energy_front
 from weft.planner.report.explanation import explain, fit_words
 from weft.planner.report.full_run import full_runs
 from weft.planner.report.verdict import nearest_yes
@@ -43,6 +44,8 @@ class Findings:
     why_not: WhyNot | None = None
     comparison: Comparison | None = None
     scenarios: tuple[Scenario, ...] = ()
+    sort: SortBy = "time"
+    grid: float | None = None
 
     @property
     def only_judges(self) -> bool:
@@ -89,8 +92,11 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
     if found.answer.best is None:
         _nothing(screen, found.answer)
     elif not found.only_judges:
-        screen.print(_ranking(found.answer, top, hour_price))
+        screen.print(_ranking(found, top, hour_price))
         screen.print()
+        if found.sort != "time":
+            screen.print(_front(found))
+            screen.print()
         screen.print(explain(found.answer.best, hour_price), markup=False, soft_wrap=True)
     if reasons:
         print_reasons(screen, found.answer.refused)
@@ -127,15 +133,45 @@ def _heading(console: Console, answer: Answer[Candidate]) -> None:
         console.print(f"skipped: {'; '.join(answer.left_out)}", style="dim")
 
 
-def _ranking(answer: Answer[Candidate], top: int, hour_price: float | None) -> Table:
+def _ranking(found: Findings, top: int, hour_price: float | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    unit = answer.question.unit
-    for title in ("#", "step", f"{unit}/s", "MFU", "memory", f"$/B {unit}"):
+    answer, unit = found.answer, found.answer.question.unit
+    energy = _energy_titles(found)
+    for title in ("#", "step", f"{unit}/s", "MFU", "memory", f"$/B {unit}", *energy):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     table.add_column("plan (the best of each layout)", overflow="fold")
     for place, one in enumerate(answer.layouts(top), start=1):
-        table.add_row(str(place), *_figures(one, hour_price), str(one.plan))
+        *figures, fits = _figures(one, hour_price)
+        table.add_row(str(place), *figures, *_energy_figures(one, found), fits, str(one.plan))
+    return table
+
+
+def _energy_titles(found: Findings) -> list[str]:
+    unit = found.answer.question.unit
+    if found.sort == "time" and found.grid is None:
+        return []
+    return [f"kWh/B {unit}", *([] if found.grid is None else [f"kg CO2/B {unit}"])]
+
+
+def _energy_figures(one: Candidate, found: Findings) -> list[str]:
+    titles, kwh = _energy_titles(found), one.cost().energy_kwh
+    if kwh is None:
+        return ["-"] * len(titles)
+    each = kwh * 1e9 / one.question.job.tokens
+    return [f"{each:,.3g}", *([] if found.grid is None else [f"{each * found.grid / 1e3:,.3g}"])][: len(titles)]
+
+
+def _front(found: Findings) -> Table:
+    """Return the Pareto front of time against energy, as estimates under power caps."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.title = "time against energy, estimated, with a power cap of each device"
+    for title in ("step", "power cap", *_energy_titles(found)):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("plan", overflow="fold")
+    for one in energy_front(found.answer):
+        cells = format_seconds(one.candidate.step_s), f"{one.watts:,.0f} W"
+        table.add_row(*cells, *_energy_figures(one.candidate, found), str(one.candidate.plan))
     return table
 
 
@@ -179,15 +215,19 @@ def _nothing(console: Console, answer: Answer[Candidate]) -> None:
 
 def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Table:
     base, unit = answer.best, answer.question.unit
-    table = table_of(("what if",), ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}"), "best plan")
+    table = table_of(
+        ("what if",), ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}", f"kWh/B {unit}"), "best plan"
+    )
     rows = [(each.text, each.answer.best) for each in scenarios]
     for text, best in rows if base is None else [("(unchanged)", base), *rows]:
         if best is None:
-            table.add_row(text, *"------", "no plan fits")
+            table.add_row(text, *"-------", "no plan fits")
             continue
         step, tokens, mfu, memory, price, _ = _figures(best, None)
         speed = "" if base is None else f"{best.tokens_per_s / base.tokens_per_s:.2f}x"
-        table.add_row(text, step, tokens, speed, mfu, memory, price, str(best.plan))
+        kwh = best.cost().energy_kwh
+        energy = "-" if kwh is None else f"{kwh * 1e9 / best.question.job.tokens:,.3g}"
+        table.add_row(text, step, tokens, speed, mfu, memory, price, energy, str(best.plan))
     return table
 
 
@@ -195,10 +235,11 @@ def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Ta
 
 
 def print_runs(
-    model: Any, clusters: str, text: str, price: float | None, settings: dict[str, Any], *, as_json: bool
-) -> bool:
+    model: Any, clusters: str, text: str, price: float | None, settings: dict[str, Any], *, as_json: bool,
+    sort: SortBy = "time",
+) -> bool:  # fmt: skip
     """Print the best full training run on each cluster. Return True if the model fits on any of them."""
-    found = full_runs(model, clusters, text, price, **settings)
+    found = full_runs(model, clusters, text, price, sort, **settings)
     if as_json:
         rows = [
             {"cluster": str(reply.question.cluster), "run": None if run is None else run.table()}
@@ -273,6 +314,13 @@ def _num_trained(one: Fit) -> float:
 def print_json(found: Findings, top: int, hour_price: float | None) -> None:
     """Print one JSON object on standard output."""
     table = report.answer_table(found.answer, top, hour_price)
+    table["sort"], table["grid_g_per_kwh"] = found.sort, found.grid
+    if found.sort != "time":
+        table["energy_front"] = [
+            {"device_watts": one.watts, "step_energy_kwh": one.kwh, "step_s": one.candidate.step_s,
+             "plan": str(one.candidate.plan)}
+            for one in energy_front(found.answer)
+        ]  # fmt: skip
     if found.answer.best is None:
         table["nearest_changes"] = [report.scenario_table(each) for each in nearest_yes(found.answer.question)]
     if found.why_not is not None:

@@ -43,6 +43,7 @@ class MetricSpec:
     def exported(self) -> str:
         """Return the name for Prometheus and OpenTelemetry: one prefix, base units, "_total" for increasing totals."""
         unit = {"bytes/s": "bytes_per_second", "s": "seconds", "W": "watts", "C": "celsius", "Hz": "hertz"}
+        unit["J"] = "joules"
         stem = _PLAIN.sub("_", self.name.removesuffix("_s") if self.unit == "s" else self.name)
         suffix = unit.get(self.unit, self.unit if self.unit in ("bytes", "ratio") else "")
         for ending in ("_bytes_per_s", "_bytes", "_per_s"):
@@ -143,12 +144,21 @@ _HOST = (
     MetricSpec("host.cpu", "ratio", "Share of the machine's CPU time in use.", owner="host"),
     MetricSpec("host.memory_free_bytes", "bytes", "Memory of the machine that programs can still have.", owner="host",
                worse="low"),
+    MetricSpec("host.energy_joules", "J", "Energy of a machine's GPUs and CPU packages since the last start.",
+               owner="host", grows=True),
     MetricSpec("disk.free_bytes", "bytes", "Free space on the disk of the run folder.", owner="host", worse="low"),
     MetricSpec("disk.read_bytes_per_s", "bytes/s", "Bytes that the machine's disks read.", owner="host"),
     MetricSpec("disk.write_bytes_per_s", "bytes/s", "Bytes that the machine's disks write.", owner="host"),
     MetricSpec("net.sent_bytes_per_s", "bytes/s", "Bytes that the machine sends, without loopback.", owner="host"),
     MetricSpec("net.received_bytes_per_s", "bytes/s", "Bytes that the machine receives, without loopback.",
                owner="host"),
+)  # fmt: skip
+_ENERGY = (
+    MetricSpec("energy.kwh", "kWh", "Energy of the run over all its starts, measured or estimated, with energy.pue.",
+               grows=True, worse="high"),
+    MetricSpec("energy.watts", "W", "Mean power of the run's devices since the last reading.", worse="high"),
+    MetricSpec("energy.j_per_item", "J/item", "Energy per token, or other item of the loss, since the last reading, "
+               "with energy.pue.", worse="high"),
 )  # fmt: skip
 _RUN = (
     MetricSpec("checkpoint.stall_s", "s", "Seconds that training waited for the last save.", worse="high"),
@@ -163,7 +173,7 @@ _RUN = (
 
 #: Metrics by name, in the order of the docs.
 METRICS: Mapping[str, MetricSpec] = {
-    each.name: each for each in (*_TRAINING, *_REWARDS, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_RUN)
+    each.name: each for each in (*_TRAINING, *_REWARDS, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_ENERGY, *_RUN)
 }
 #: Short names that conditions may use, and the full names of their metrics.
 SHORT: Mapping[str, str] = {"disk.free": "disk.free_bytes", "host.memory_free": "host.memory_free_bytes"}

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from weft.config.energy_section import EnergySection
 from weft.config.sections import (
     AdapterSection,
     AlertSection,
@@ -394,6 +395,7 @@ class RunConfig(Section):
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
     monitor: MonitorSection = MonitorSection()
+    energy: EnergySection = EnergySection()
     alerts: Literal["none", "standard"] = "none"
     """standard: the standard alerts (`weft alerts list` shows them), sent to all channels."""
     alert: tuple[AlertSection, ...] = Field(default=(), strict=False)

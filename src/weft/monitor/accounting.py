@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.monitor.energy_ledger import EnergyLedger, EnergySummary
 from weft.monitor.events import number, step_of
 from weft.units import counted, format_seconds
 
@@ -67,6 +68,7 @@ class TimeLedger:
         first, last: Unix times (s) of the first start and of the latest event after it; nan before the first start.
         failures, starts: numbers so far.
         device_s: attributed seconds times number of devices, which may differ between starts.
+        energy: energy by the same causes; `joules` has the result.
     """
 
     first: float = math.nan
@@ -76,6 +78,7 @@ class TimeLedger:
     _seconds: dict[str, float] = field(default_factory=dict)
     _devices: int = 1
     device_s: float = 0.0
+    energy: EnergyLedger = field(default_factory=EnergyLedger)
     _step: array[int] = field(default_factory=lambda: array("q"))
     _work: array[float] = field(default_factory=lambda: array("d"))
     _data: array[float] = field(default_factory=lambda: array("d"))
@@ -86,6 +89,7 @@ class TimeLedger:
     _waits_for_first: bool = False
     _state: str = ""
     _typical: tuple[int, float] = (0, 0.0)
+    _config: object = None
 
     def feed(self, event: Mapping[str, Any]) -> None:
         """Add one event. Events before the first "start", events without a finite time, and "resume" are ignored."""
@@ -113,12 +117,28 @@ class TimeLedger:
         found["data"] += self._kept[1]
         # A wait for a save that is not in a gap between steps happened inside a step.
         found[PRODUCTIVE], found["other"] = found[PRODUCTIVE] + min(0.0, found["other"]), max(0.0, found["other"])
-        typical = self._typical_step()
-        for took, compiles in self._first_steps:
-            more = min(max(0.0, took - typical), found[PRODUCTIVE]) if typical else 0.0
+        for cause, more in self._first_step_extra():
+            more = min(more, found[PRODUCTIVE])
             found[PRODUCTIVE] -= more
-            found["compile" if compiles else "start"] += more
+            found[cause] += more
         return found
+
+    def joules(self) -> dict[str, float]:
+        """Return the joules by cause, {} if no energy was measured or estimated."""
+        extra = zip(self._first_step_extra(), self._first_steps, strict=True)
+        return self.energy.joules((cause, more / took if took > 0 else 0.0) for (cause, more), (took, _) in extra)
+
+    def energy_summary(self) -> EnergySummary:
+        """Return energy, cost and CO2 under the settings of the last start."""
+        return EnergySummary.of(self.energy, self.joules(), self._config)
+
+    def _first_step_extra(self) -> list[tuple[str, float]]:
+        """Return the cause of each start's slow first step, and its seconds beyond a typical step."""
+        typical = self._typical_step()
+        return [
+            ("compile" if compiles else "start", max(0.0, took - typical) if typical else 0.0)
+            for took, compiles in self._first_steps
+        ]
 
     @property
     def wall_s(self) -> float:
@@ -140,6 +160,8 @@ class TimeLedger:
         devices = event.get("world_size")
         self._forget_beyond(step_of(event) or 0)
         self._devices = devices if type(devices) is int and 0 < devices < 2**31 else 1
+        self.energy.begin()
+        self._config = event.get("config")
         self._compiles = "compile" in str(event.get("plan", ""))
         self._state, self._looped, self._waits_for_first = "runs", when, True
         self.starts += 1
@@ -171,6 +193,10 @@ class TimeLedger:
             if math.isfinite(stall) and stall > 0:
                 self._seconds["checkpoint"] = self._seconds.get("checkpoint", 0.0) + stall
                 self._seconds["other"] = self._seconds.get("other", 0.0) - stall
+                self.energy.spend("checkpoint", stall)
+                self.energy.spend("other", -stall)
+        elif kind in ("energy", "figures"):
+            self.energy.feed(event)
 
     def _add_step(self, event: Mapping[str, Any], took: float) -> None:
         # This runs for each step of logs with millions of steps, so it is optimized for speed.
@@ -186,12 +212,14 @@ class TimeLedger:
         if took > total:
             self._spend("start" if self._waits_for_first else "other", took - total)
         self.device_s += total * self._devices
+        is_first = self._waits_for_first
         if self._waits_for_first:
             self._first_steps.append((total - data, self._compiles))
             self._waits_for_first = False
         step = step_of(event)
         if event.get("skipped") or step is None:
             self._seconds["lost work"] = self._seconds.get("lost work", 0.0) + total
+            self.energy.add_skipped_step(total, is_first=is_first)
             return
         if self._step and self._step[-1] >= step:
             self._forget_beyond(step - 1)
@@ -200,6 +228,7 @@ class TimeLedger:
         self._data.append(data)
         self._kept[0] += total - data
         self._kept[1] += data
+        self.energy.add_step(total - data, data, event, is_first=is_first)
 
     def _forget_beyond(self, step: int) -> None:
         while self._step and self._step[-1] > step:
@@ -208,11 +237,13 @@ class TimeLedger:
             self._kept[0] -= work
             self._kept[1] -= data
             self._seconds["lost work"] = self._seconds.get("lost work", 0.0) + work + data
+        self.energy.forget_beyond(len(self._step))
 
     def _spend(self, cause: str, seconds: float) -> None:
         if seconds > 0:
             self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
             self.device_s += seconds * self._devices
+            self.energy.spend(cause, seconds)
 
     def _typical_step(self) -> float:
         """Return the median time of a step without its wait for data, over the last 10,000 steps; 0 below three steps.

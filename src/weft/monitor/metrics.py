@@ -121,7 +121,7 @@ def _values(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             for key, value in event.items()
             if key not in _OF_EVALUATION and (isinstance(value, float) or value in ("nan", "inf", "-inf"))
         )
-    elif kind == "figures":
+    elif kind in ("figures", "energy"):
         yield from _table(event.get("figures")).items()
     elif kind == "checkpoint":
         yield "checkpoint.stall_s", event.get("stall_s")
@@ -311,6 +311,7 @@ class ReportJoiner:
         self._clock, self._published = clock, clock()
         self._stragglers: StragglerWatch | None = None
         self._received: dict[int, tuple[int, float]] = {}  # by rank: number of the newest report, and its time
+        self._energy: dict[int, tuple[float, float]] = {}  # by rank that reads a machine's meters: all and estimated J
 
     def join(self, reports: Sequence[Mapping[str, Any]], step: int, pace_only: bool) -> None:
         """Publish the combined event, and events about slow ranks. If `pace_only`, publish only the latter."""
@@ -351,7 +352,18 @@ class ReportJoiner:
             event["by_rank"] = {"busy_s": [None if one is None else float(f"{one:.4g}") for one in by_rank]}
         if silent:
             event["silent"] = silent[:64]
-        return event
+        return event | self._others_energy(reports)
+
+    def _others_energy(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+        """Return the joules of all machines except rank 0's, {} if no other one has reported any."""
+        for rank, report in enumerate(reports):
+            values = report.get("of_host", {})
+            if rank and "host.energy_joules" in values:
+                self._energy[rank] = (values["host.energy_joules"], values.get("host.energy_estimated_j", 0.0))
+        if not self._energy:
+            return {}
+        total, estimated = (sum(parts) for parts in zip(*self._energy.values(), strict=True))
+        return {"energy_others_j": round(total, 3), "estimated_others_j": round(estimated, 3)}
 
     def _lags(self, busy: Mapping[str, float], number: int) -> dict[str, float]:
         """Return each rank's busy seconds divided by the median of the other ranks that do the same work."""

@@ -21,6 +21,7 @@ from weft.checkpoint.object_store import located
 from weft.checkpoint.peer_copies import CopyHome
 from weft.checkpoint.save import require_space
 from weft.config.run_config import RunConfig
+from weft.energy.host_meter import HostMeter
 from weft.errors import ActionAsked, ConfigError
 from weft.lazy import named_object
 from weft.monitor.alerts import RunRequest
@@ -33,6 +34,7 @@ from weft.train.engine import Engine, EngineJob, ReplicaWorld
 from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, steps_left_out
 from weft.train.loop.callbacks import GOES_BACK, StopReason
+from weft.train.loop.energy_hook import EnergyHook, EnergyReports, joules_of_earlier_starts, run_meter
 from weft.train.loop.injected_faults import FaultHook, asked_fault
 from weft.train.loop.observers import (
     MetricHook,
@@ -311,9 +313,12 @@ class _Observers:
     metrics: MetricHook | None
     limit: TimeLimit | None
     requests: RequestWatch | None
+    meter: HostMeter | None
 
     def close(self) -> None:
         """End the threads, and close the display and the event log."""
+        if self.meter:
+            self.meter.close()
         if self.requests:
             self.requests.close()
         if self.metrics:
@@ -336,15 +341,43 @@ def _observers(
         limit = _watch_resources(job, engine, began)
         recorder = _recorder(job, engine, terminal, progress, notes)
     metrics = plan_watch = None
+    meter, reports, energy = _energy(job, engine, recorder)
     if settings.figures:
-        metrics = MetricHook(engine, job.place, job.folder.path, parse_seconds(settings.every), recorder)
+        metrics = MetricHook(engine, job.place, job.folder.path, parse_seconds(settings.every), recorder, reports)
     if engine.rank == 0:
         with engine.pulse.doing("runs the planner for its estimate"):
             plan_watch = PlanWatch.of(job.task, job.plan, engine.device, book, recorder)
     # Send the planned step time to all ranks, because each rank detects hangs separately.
     engine.pulse.planned_s = engine.ranks.on_first(lambda: plan_watch.step_s if plan_watch else 0.0)
-    hooks = [hook for hook in (limit, metrics, recorder, plan_watch) if hook is not None]
-    return _Observers(hooks, recorder, metrics, limit, requests)
+    # The energy hook follows the recorder, so that a reading covers the step, evaluation or end that precedes it.
+    hooks = [hook for hook in (limit, metrics, recorder, plan_watch, energy) if hook is not None]
+    return _Observers(hooks, recorder, metrics, limit, requests, meter)
+
+
+def _energy(
+    job: EngineJob, engine: Engine, recorder: NullRecorder
+) -> tuple[HostMeter | None, EnergyReports | None, EnergyHook | None]:
+    """Return the meter and the reports of this machine on one rank of it, and the hook on rank 0."""
+    if not job.config.energy.meter:
+        return None, None, None
+    meter, num_hosts = run_meter(job, engine, engine.reports.measures().gpu)
+    if meter is None:
+        return None, None, None
+    meter.start()
+    reports = EnergyReports(meter, recorder.on_metrics if engine.rank == 0 else None)
+    if engine.rank != 0:
+        return meter, reports, None
+    hook = EnergyHook(
+        meter,
+        reports,
+        job.config,
+        job.folder.path,
+        before_j=joules_of_earlier_starts(job.folder.events),
+        num_hosts=num_hosts,
+        write=recorder.on_metrics,
+        warn=recorder.on_warning,
+    )
+    return meter, reports, hook
 
 
 def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit | None:

@@ -13,7 +13,7 @@ from weft.config.model_spec import resolve_decoder
 from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
 from weft.config.plan_text import is_auto
-from weft.config.rules.monitor_rules import watch_problems
+from weft.config.rules.monitor_rules import energy_problems, watch_problems
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
 from weft.config.rules.technique_rules import keeps_residual
@@ -541,8 +541,9 @@ def config_problems(
             model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:
             found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
-    if not any(_touches(key, broken) for key in ("alert", "channel", "sink")):
-        found += [(problem, (problem.field,)) for problem in watch_problems(config)]
+    if not any(_touches(key, broken) for key in ("alert", "channel", "sink", "energy")):
+        listed = (*watch_problems(config), *energy_problems(config))
+        found += [(problem, (problem.field,)) for problem in listed]
     for problem in _plan_problems(config, model, broken, world_size, device):
         found.append((problem, (problem.field, "plan", "model")))
     return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]

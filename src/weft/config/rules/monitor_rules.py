@@ -1,9 +1,10 @@
-"""Rules for alerts, channels and sinks: valid conditions, existing actions, required settings of each kind."""
+"""Rules for energy, alerts, channels and sinks: valid conditions, existing actions, required settings of each kind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from weft.config.energy import EnergyPrice, carbon_intensity
 from weft.config.metrics import parse_condition
 from weft.config.run_config import RunConfig
 from weft.config.sections import AlertSection, ChannelSection, SinkSection, holds_secret
@@ -12,6 +13,20 @@ from weft.errors import Problem, did_you_mean
 #: Actions that an alert may request of a run.
 RUN_WORDS = ("checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back")
 _NEEDS_URL = ("mlflow", "pushgateway", "otlp", "http")
+
+
+def energy_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of the section [energy]."""
+    energy = config.energy
+    for key, text, parse in (("grid", energy.grid, carbon_intensity), ("price", energy.price, EnergyPrice.parse)):
+        try:
+            if text is not None:
+                parse(text)
+        except ValueError as error:
+            yield Problem.of(f"energy.{key}", text, str(error))
+    if energy.budget is not None and not energy.meter:
+        rule = "energy.meter=false measures nothing. Use energy.meter=true, or leave energy.budget out."
+        yield Problem.of("energy.budget", f"{energy.budget:g}", rule)
 
 
 def watch_problems(config: RunConfig) -> Iterator[Problem]:

@@ -388,7 +388,7 @@ _OF_KIND = {
 }  # fmt: skip
 _OF_SEVERITY = {"info": "quiet", "warning": "warning", "error": "critical", "critical": "critical"}
 #: Events that are not marks: their numbers are shown as curves, or they repeat another event.
-_NO_MARKS = frozenset({"step", "eval", "figures", "plan", "actual", "resume"})
+_NO_MARKS = frozenset({"step", "eval", "figures", "plan", "actual", "resume", "energy"})
 
 
 class Marks:

@@ -89,6 +89,8 @@ def ledger_view(ledger: TimeLedger, price: Price | None) -> dict[str, Any]:
         "starts": ledger.starts,
         "device_s": _short(ledger.device_s, 10) or 0.0,
     }
+    if ledger.energy.is_measured or ledger.energy.devices:
+        found["energy"] = ledger.energy_summary().as_json()
     if price is not None:
         found["cost"] = {"total": _short(price.of(ledger.device_s), 8) or 0.0, "currency": price.currency}
     return found

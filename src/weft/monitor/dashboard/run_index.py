@@ -154,7 +154,7 @@ class RunState:
             self.evals.append(
                 [step], [number(event.get("time"))], {key: [one] for key, one in list(found.items())[:40]}
             )
-        elif kind == "figures":
+        elif kind in ("figures", "energy"):
             self._add_metrics(event)
         elif kind == "plan":
             self.planned = event

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.monitor.accounting import CAUSES, PRODUCTIVE, Price
 from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
+from weft.monitor.energy_ledger import format_energy
 from weft.monitor.terminal import sparkline
 from weft.units import format_bytes, format_seconds
 
@@ -120,6 +121,7 @@ def _metrics(run: RunIndex) -> dict[str, Any]:
         "memory_bytes": run.steps.last("memory_bytes"),
         "wall_s": round(run.ledger.wall_s, 3),
         "goodput": round(run.ledger.share, 4),
+        "kwh": run.ledger.energy_summary().kwh,
     }
 
 
@@ -131,6 +133,7 @@ def _account(run: RunIndex, price: Price | None) -> dict[str, Any]:
         "device_s": round(ledger.device_s, 3),
         "failures": ledger.failures,
         "starts": ledger.starts,
+        "energy": ledger.energy_summary().as_json(),
     }
     if price is not None:
         found["cost"], found["currency"] = round(price.of(ledger.device_s), 4), price.currency
@@ -146,6 +149,8 @@ def _added(accounts: list[dict[str, Any]]) -> dict[str, Any]:
         found[key] = round(sum(one[key] for one in accounts), 4)
     if "currency" in first:
         found["currency"] = first["currency"]
+    known = [one["energy"]["kwh"] for one in accounts if one["energy"]["kwh"] is not None]
+    found["kwh"] = round(sum(known), 9) if known else None
     return found
 
 
@@ -156,7 +161,8 @@ def _words(name: str, account: dict[str, Any]) -> list[str]:
         f", {account['failures']} failure{'' if account['failures'] == 1 else 's'}" if account["failures"] else ""
     )
     cost = f", {account['cost']:,.2f} {account['currency']}" if "cost" in account else ""
-    lines = [f"{name}: {share} of {format_seconds(wall)} made steps that count{failures}{cost}"]
+    energy = "" if account["kwh"] is None else f", {format_energy(account['kwh'])}"
+    lines = [f"{name}: {share} of {format_seconds(wall)} made steps that count{failures}{cost}{energy}"]
     for cause in (PRODUCTIVE, *CAUSES):
         took = seconds[cause]
         if took > 0 and wall:
@@ -245,10 +251,16 @@ def _ledger_text(run: RunIndex, price: Price | None) -> Any:
     text = Text(f"{run.ledger.share:.1%} of {format_seconds(wall)}{cost}\n")
     for cause, took in seconds.items():
         text.append("█" * round(60 * took / wall), style=_COLOURS[cause])
+    energy = run.ledger.energy_summary()
     for cause, took in seconds.items():
         if took >= wall / 1000:
             text.append("\n■ ", style=_COLOURS[cause])
             text.append(f"{cause:<12}{format_seconds(took):>10}{took / wall:>8.1%}")
+            if energy.kwh is not None:
+                used = energy.shares.get(cause)
+                text.append(f"{'unmeasured' if used is None else format_energy(energy.kwh * used):>13}")
+    for line in energy.lines(run.rate_unit, with_causes=False) if run.ledger.energy.devices else ():
+        text.append(f"\n{line}")
     return text
 
 

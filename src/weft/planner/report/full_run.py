@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from weft import units
+from weft.config.energy import carbon_intensity, grids
 from weft.errors import ConfigError, Problem, did_you_mean
+from weft.planner.report.energy_front import SortBy, ranked_by
 from weft.planner.report.explanation import band_of
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
@@ -268,7 +267,7 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
         except ValueError:
             number = -1.0
         if not 0 < number < math.inf:
-            kind = f"a number above 0 or one of {', '.join(_grids())}" if name == "grid" else "a number above 0"
+            kind = f"a number above 0 or one of {', '.join(grids())}" if name == "grid" else "a number above 0"
             raise _error(name, f"{name}={value}: {kind} is needed. Write e.g. {name}={example}.")
         found, ends = replace(found, **{field: number}), ends + (name in ("tokens", "loss", "budget"))
     if ends != 1:
@@ -278,36 +277,36 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
 
 
 def full_runs(
-    model: Any, clusters: str, text: str, price: float | None = None, **options: Any
+    model: Any, clusters: str, text: str, price: float | None = None, sort: SortBy = "time", **options: Any
 ) -> list[tuple[Answer[Candidate], FullRun | None]]:
-    """Compute a full run on each of the comma-separated clusters, most tokens per dollar first.
+    """Compute a full run on each of the comma-separated clusters.
 
-    The run is None if no plan fits.
+    Runs with most tokens per dollar precede, or for another `sort` than "time" runs with most tokens per kWh. The run
+    is None if no plan fits.
 
     Raises:
         ConfigError: for invalid input, and as in `full_run`.
     """
     terms = read_run(text, price)
+    if sort == "co2" and terms.grid is None:
+        raise _error("sort", "sort=co2: the carbon intensity is needed. Add grid=france or grid=369 to --run.")
     if not clusters.strip(" ,"):
         raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")
     found: list[tuple[Answer[Candidate], FullRun | None]] = []
     for cluster in filter(None, (each.strip() for each in clusters.split(","))):
-        reply = answer(Question.of(model, cluster, **options))
+        reply = ranked_by(answer(Question.of(model, cluster, **options)), sort)
         found.append((reply, None if reply.best is None else full_run(reply.best, terms)))
 
-    def order(run: FullRun | None) -> tuple[bool, float, float]:  # most tokens per dollar, then least time
-        return (True, 0.0, 0.0) if run is None else (False, (run.dollars or math.inf) / run.tokens, run.seconds)
+    def order(run: FullRun | None) -> tuple[bool, float, float]:  # most tokens per dollar or kWh, then least time
+        if run is None:
+            return True, 0.0, 0.0
+        return False, ((run.dollars if sort == "time" else run.kwh) or math.inf) / run.tokens, run.seconds
 
     return sorted(found, key=lambda one: order(one[1]))
 
 
 def _error(field: str, message: str) -> ConfigError:
     return ConfigError([Problem(field, message)])
-
-
-@functools.cache
-def _grids() -> dict[str, float]:
-    return tomllib.loads(Path(__file__).with_name("grids.toml").read_text(encoding="utf-8"))
 
 
 _WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {
@@ -318,6 +317,6 @@ _WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {
     "restart": ("restart_s", units.parse_seconds, "10m"),
     "save": ("save_s", units.parse_seconds, "15m"),
     "stall": ("stall_s", units.parse_seconds, "5s"),
-    "grid": ("grid", lambda text: _grids().get(text.lower()) or float(text.removesuffix("g")), "369g"),
+    "grid": ("grid", carbon_intensity, "369g"),
     "store": ("store_rate", lambda text: float(units.parse_bytes(text.removesuffix("/s"))), "10GB/s"),
 }

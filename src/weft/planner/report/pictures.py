@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 from weft.config.pipeline_schedule import Schedule, Step, parts
 from weft.planner.cost.memory import CLASSES
 from weft.planner.cost.pipeline import Durations, simulate
+from weft.planner.report.energy_front import energy_front
 from weft.planner.report.explanation import TERM_WORDS, explain, sorted_terms, term_changes
 from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.pipeline_clock import memory_by_rank as bytes_by_rank
@@ -396,6 +397,19 @@ def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
         ),
         "<h2>Memory against speed</h2>",
         pareto(found).svg(),
+        "<h2>Time against energy, estimated under power caps</h2>",
+        _table(
+            ("step", "power cap of a device", f"kWh per billion {question.unit}", "plan"),
+            (
+                (
+                    format_seconds(one.candidate.step_s),
+                    f"{one.watts:,.0f} W",
+                    f"{one.kwh * 1e9 / question.job.tokens:,.3g}",
+                    f"<code>{escape_html(str(one.candidate.plan))}</code>",
+                )
+                for one in energy_front(found)
+            ),
+        ),
         "<h2>Why all other plans are out</h2>",
         _table(
             ("plans", "reason", "an example, and what is wrong with it"),

@@ -60,6 +60,10 @@ def _watts(question: Question, value: float) -> Question:
     if not spec.watts or value > spec.watts:
         rule = f"{spec.name} draws {spec.watts:g}" if spec.watts else f"what {spec.name} draws is not known"
         raise _error("watts", f"watts={value:g}: {rule}. {'Use less.' if spec.watts else 'Leave it out.'}")
+    if not spec.measured_flops and value < spec.watts:
+        raise _error(
+            "watts", f"watts={value:g}: the speed of {spec.name} below {spec.watts:g} W is not known. Leave it out."
+        )
     return _cluster(question, device=capped(_changed(spec, watts=value), spec.watts))
 
 
@@ -136,10 +140,15 @@ LEVERS: dict[str, Lever] = {
         parse=lambda text: units.parse_flops(text) / 1e12,
         example="120TFLOPS",
     ),
-    "watts": Lever(
-        "watts", lambda q: q.cluster.device.watts or 0.0, _watts, parse=lambda text: float(text.removesuffix("W"))
-    ),
 }
+#: Power cap of each device, under either name.
+LEVERS["watts"] = LEVERS["power"] = Lever(
+    "watts",
+    lambda q: q.cluster.device.watts or 0.0,
+    _watts,
+    parse=lambda text: float(text.removesuffix("W")),
+    example="300W",
+)
 
 
 #: Conditions with a fixed set of values.

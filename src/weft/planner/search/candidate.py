@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.cluster import ClusterSpec
+from weft.config.energy import J_PER_KWH, drawn_watts
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check
 from weft.planner.cost.traced import model_flops
@@ -25,8 +26,6 @@ from weft.planner.space.shape import Shape, TracedShape
 
 #: Power (W) of host, fans and switches per device, and the overhead of the building (power usage effectiveness).
 HOST_WATTS, BUILDING = 125.0, 1.2
-#: Share of its rated power that an idle device draws.
-_IDLE = 0.3
 
 
 def matmul_params(shape: Shape) -> float:
@@ -72,10 +71,10 @@ def step_cost(cluster: ClusterSpec, step_s: float, busy: float, hour_price: floa
     devices = cluster.num_devices
     price = usual_price(cluster) if hour_price is None else hour_price
     watts = cluster.device.watts
-    drawn = None if watts is None else watts * (_IDLE + (1 - _IDLE) * busy) + HOST_WATTS
+    drawn = None if watts is None else drawn_watts(watts, busy) + HOST_WATTS
     return Cost(
         price=None if price is None else devices * step_s * price / 3600,
-        energy_kwh=None if drawn is None else devices * step_s * drawn * BUILDING / 3.6e6,
+        energy_kwh=None if drawn is None else devices * step_s * drawn * BUILDING / J_PER_KWH,
     )
 
 

@@ -32,6 +32,7 @@ from weft.planner.measured.corrections import measured_parts, parts_of
 from weft.train.engine import Engine, Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook, SaveEnd, leave_out
+from weft.train.loop.energy_hook import EnergyReports
 from weft.train.loop.reporting import sample_digests
 from weft.train.planned import drifts, expect
 from weft.train.tasks.base import Task
@@ -50,9 +51,18 @@ class MetricHook(Hook):
         every_s: seconds between reports.
         recorder: on rank 0, receives the metric events of all ranks, and events about ranks that become slow or
             recover.
+        energy: reads this machine's energy, on one rank of each machine.
     """
 
-    def __init__(self, engine: Engine, place: RankEnv | None, folder: Path, every_s: float, recorder: NullRecorder):
+    def __init__(
+        self,
+        engine: Engine,
+        place: RankEnv | None,
+        folder: Path,
+        every_s: float,
+        recorder: NullRecorder,
+        energy: EnergyReports | None = None,
+    ):
         measures, plan, is_first = engine.reports.measures(), engine.plan, engine.rank == 0
         host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
         gpu = [GpuSource(measures.gpu).read] if measures.gpu else []
@@ -65,9 +75,9 @@ class MetricHook(Hook):
             measures.board,
             every_s,
             of_rank=[host.of_process, *gpu, self._memory_now],
-            of_host=[host.of_machine],
+            of_host=[host.of_machine, *([energy.of_host] if energy else [])],
             totals=measures.traffic,
-            publish=recorder.on_metrics if is_first else None,
+            publish=(energy or recorder).on_metrics if is_first else None,
             # Compare only ranks of the same pipeline stage, because stages do different work. Only rank 0 compares.
             groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if is_first else 0)],
             on_slow=recorder.on_slow if is_first else None,

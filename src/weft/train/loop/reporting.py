@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from weft.config.run_config import RunConfig
 from weft.config.sections import ScheduleSection
 from weft.errors import ConfigError, DataError, WeftError
-from weft.monitor.accounting import goodput
+from weft.monitor.accounting import TimeLedger, goodput
 from weft.monitor.events import last_per_step, read_events
 from weft.monitor.live import Display
 from weft.monitor.terminal import LastingStream
@@ -312,7 +312,8 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
         command: the command line of the user.
     """
     config, progress = task.config, ending.progress
-    evaluations = last_per_step(read_events(folder.events), kind="eval")
+    events = read_events(folder.events)
+    evaluations = last_per_step(events, kind="eval")
     lines = [""]
     if shown := [line.rstrip() for line in ending.shown.rstrip().splitlines()]:
         lines += [f"{'        ' if number else 'sample  '}{line}".rstrip() for number, line in enumerate(shown)] + [""]
@@ -325,10 +326,12 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
         fall = f"{evaluation_text(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
         lines.append(f"eval    {fall}{evaluation_text(last, task.metrics)}")
         lines += [f"        {one.words}: {one.help}" for one in task.metrics if one.help and last.get(one.name)]
+    ledger = TimeLedger().feed_all(events)
     lines += [
         *ending.times,
+        *(ledger.energy_summary().lines(task.unit) if config.energy.meter else []),
         *_saves(folder),
-        *goodput(read_events(folder.events)).lines(config.checkpoint.every),
+        *goodput(events).lines(config.checkpoint.every),
         f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/",
     ]
     try_it = task.try_line(folder)

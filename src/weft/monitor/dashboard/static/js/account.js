@@ -20,15 +20,32 @@ export function stack(seconds, className = "stack") {
 
 export function ledgerRows(ledger) {
   const rows = Object.entries(ledger.seconds).filter(([, value]) => value > 0.0005);
+  const energy = ledger.energy && ledger.energy.kwh !== null ? (cause) => (cause in ledger.energy.kwh_by_cause ? watthours(ledger.energy.kwh_by_cause[cause]) : "unmeasured") : null;
   const money = ledger.cost ? (value) => `${((ledger.cost.total * value) / (ledger.wall_s || 1)).toFixed(2)} ${ledger.cost.currency}` : null;
   return h("div", { className: "scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Cause"), h("th", { scope: "col", className: "wide-only" }, ""), h("th", { className: "n", scope: "col" }, "Time"), h("th", { className: "n", scope: "col" }, "Share"), money ? h("th", { className: "n", scope: "col" }, "Cost") : null)),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Cause"), h("th", { scope: "col", className: "wide-only" }, ""), h("th", { className: "n", scope: "col" }, "Time"), h("th", { className: "n", scope: "col" }, "Share"), energy ? h("th", { className: "n", scope: "col" }, "Energy") : null, money ? h("th", { className: "n", scope: "col" }, "Cost") : null)),
     h("tbody", {}, ...rows.map(([cause, value]) => h("tr", {},
       h("td", {}, h("span", { className: "dot", style: { background: `var(--${CAUSE_DYE[cause] || "stone"})`, opacity: cause === "restart" || cause === "other" ? ".55" : "1" } }), cause),
       h("td", { className: "wide-only note" }, MEANING[cause] || ""),
       h("td", { className: "n" }, secs(value)),
       h("td", { className: "n" }, percent(value / (ledger.wall_s || 1))),
+      energy ? h("td", { className: "n" }, energy(cause)) : null,
       money ? h("td", { className: "n" }, money(value)) : null)))));
+}
+
+export function watthours(kwh) {
+  const [size, unit] = kwh >= 1e3 ? [1e3, "MWh"] : kwh >= 1 ? [1, "kWh"] : kwh >= 1e-3 ? [1e-3, "Wh"] : [1e-6, "mWh"];
+  return `${num(kwh / size, 3)} ${unit}`;
+}
+
+function energyWords(energy) {
+  if (!energy) return [];
+  if (energy.kwh === null) return ["energy unmeasured"];
+  const words = [`${watthours(energy.kwh)} (${energy.label})`];
+  if (energy.j_per_item !== null) words.push(`${num(energy.j_per_item, 3)} J per item`);
+  if (energy.cost !== null) words.push(`${num(energy.cost, 3)} ${energy.currency}`);
+  if (energy.co2_g !== null) words.push(`${energy.co2_g >= 1000 ? `${num(energy.co2_g / 1000, 3)} kg` : `${num(energy.co2_g, 3)} g`} CO2`);
+  return words;
 }
 
 export function ledgerCard(ledger, width = "w6") {
@@ -36,7 +53,9 @@ export function ledgerCard(ledger, width = "w6") {
   if (ledger.failures) words.push(`${ledger.failures} failure${ledger.failures > 1 ? "s" : ""}`);
   if (ledger.starts > 1) words.push(`${ledger.starts} starts`);
   if (ledger.cost) words.push(`${ledger.cost.total.toFixed(2)} ${ledger.cost.currency}`);
-  return card(width, "Goodput", words.join(" · "), stack(ledger.seconds), ledgerRows(ledger));
+  words.push(...energyWords(ledger.energy));
+  const notes = ledger.energy && ledger.energy.notes.length ? h("p", { className: "note" }, ledger.energy.notes.join(" · ")) : null;
+  return card(width, "Goodput", words.join(" · "), stack(ledger.seconds), ledgerRows(ledger), notes);
 }
 
 function pair(name, planned, actual, text, whole) {

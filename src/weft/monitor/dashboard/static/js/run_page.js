@@ -9,7 +9,7 @@ import { Timeline } from "./timeline.js";
 const LEVEL_DYE = { warning: "ochre", critical: "madder", good: "teal", quiet: "stone" };
 const GPU = [
   ["gpu.utilization", "GPU utilisation", percent], ["gpu.memory_bytes", "GPU memory", bytes], ["gpu.temperature", "GPU temperature", (v) => `${num(v, 3)} °C`],
-  ["gpu.power", "GPU power", (v) => `${num(v, 3)} W`], ["gpu.sm_clock", "GPU clock", (v) => `${num(v / 1e6, 4)} MHz`], ["gpu.nvlink_bytes_per_s", "NVLink", (v) => `${bytes(v)}/s`], ["gpu.pcie_bytes_per_s", "PCIe", (v) => `${bytes(v)}/s`],
+  ["gpu.power", "GPU power", (v) => `${num(v, 3)} W`], ["energy.watts", "Power of the run", (v) => `${num(v, 3)} W`], ["energy.j_per_item", "Energy per item", (v) => `${num(v, 3)} J`], ["gpu.sm_clock", "GPU clock", (v) => `${num(v / 1e6, 4)} MHz`], ["gpu.nvlink_bytes_per_s", "NVLink", (v) => `${bytes(v)}/s`], ["gpu.pcie_bytes_per_s", "PCIe", (v) => `${bytes(v)}/s`],
 ];
 const HOST = [
   ["host.cpu", "CPU of the machines", percent], ["process.cpu", "CPU cores of a rank", (v) => num(v, 3)], ["process.memory_bytes", "Memory of a rank's process", bytes], ["host.memory_free_bytes", "Free memory", bytes],

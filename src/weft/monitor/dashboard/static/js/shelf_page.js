@@ -73,6 +73,11 @@ function sum(ledgers) {
   for (const one of ledgers) {
     for (const [cause, value] of Object.entries(one.seconds)) total.seconds[cause] = (total.seconds[cause] || 0) + value;
     for (const name of ["wall_s", "failures", "starts", "device_s"]) total[name] += one[name];
+    if (one.energy && one.energy.kwh !== null) {
+      const known = total.energy || { kwh: 0, label: one.energy.label, kwh_by_cause: {}, j_per_item: null, cost: null, co2_g: null, notes: [] };
+      for (const [cause, value] of Object.entries(one.energy.kwh_by_cause)) known.kwh_by_cause[cause] = (known.kwh_by_cause[cause] || 0) + value;
+      total.energy = { ...known, kwh: known.kwh + one.energy.kwh, label: known.label === one.energy.label ? known.label : "partly estimated" };
+    }
     if (one.cost) total.cost = { total: (total.cost ? total.cost.total : 0) + one.cost.total, currency: one.cost.currency };
   }
   total.share = total.wall_s ? (total.seconds.productive || 0) / total.wall_s : null;

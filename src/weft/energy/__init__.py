@@ -1,0 +1,1 @@
+"""Energy of devices: meters, power limits, and their tuning. Nothing here imports torch."""
