@@ -99,7 +99,8 @@ def load(job: dict[str, Any]) -> Function:
         parameters.bind(None)
     except TypeError:
         raise ValueError(
-            f"its parameters are {parameters}, and it is called with one argument, the item. Write {name}(item)"
+            f"its parameters are ({', '.join(parameters.parameters)}), and it is called with one argument, the item. "
+            f"Write {name}(item)"
         ) from None
     return function
 
@@ -124,7 +125,7 @@ def find_unfit(value: Any, where: str = "result") -> str:
         return next(filter(None, (find_unfit(one, f"{where}[{n}]") for n, one in enumerate(value))), "")
     if isinstance(value, dict):
         if odd := [key for key in value if not isinstance(key, str)]:
-            return f"{where} has the key {odd[0]!r:.40}, which is a {type(odd[0]).__name__}"
+            return f"{where} has the key {odd[0]!r:.40} of type {type(odd[0]).__name__}"
         return next(filter(None, (find_unfit(one, f"{where}[{key!r:.40}]") for key, one in value.items())), "")
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
@@ -202,11 +203,14 @@ def main() -> None:
             function, answer = _loaded(text)
         else:
             assert function is not None
+            if sys.stdout.closed:  # by an earlier call
+                os.dup2(2, 1)
+                sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
             answer = answer_to(function, text)
         if os.getpid() != own:
             os._exit(0)  # a child that the function forked and let return
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the function may have closed it
+            with suppress(ValueError):  # the function may have closed it
                 stream.flush()
         try:
             _write(answers, answer)
