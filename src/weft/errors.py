@@ -27,6 +27,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class WeftError(Exception):
@@ -160,11 +161,11 @@ class TasksFailed(PoolError):
 
     exit_code = 1
 
-    def __init__(self, text: str, results: list[object], errors: dict[int, str]):
+    def __init__(self, text: str, results: list[Any], errors: dict[int, str]):
         super().__init__(text)
         self.results, self.errors = results, errors
 
-    def __reduce__(self) -> tuple[type[TasksFailed], tuple[str, list[object], dict[int, str]]]:
+    def __reduce__(self) -> tuple[type[TasksFailed], tuple[str, list[Any], dict[int, str]]]:
         return type(self), (str(self), self.results, self.errors)
 
 

@@ -96,7 +96,14 @@ def test_a_stopped_command_leaves_no_process(signum, code, tmp_path):
     (tmp_path / "items.jsonl").write_text('"quick"\n"orphans"\n"orphans"\n')
     out = tmp_path / "out"
     command = start(
-        tmp_path, "tests.pools.work:misbehave", "--over", str(tmp_path / "items.jsonl"), "--out", str(out), "--on", "local:2"
+        tmp_path,
+        "tests.pools.work:misbehave",
+        "--over",
+        str(tmp_path / "items.jsonl"),
+        "--out",
+        str(out),
+        "--on",
+        "local:2",
     )
     end = time.monotonic() + 30
     while not (out / "map.json").exists() or sum("sleep" in p.name() for p in workers_of(tmp_path)) < 2:
@@ -152,7 +159,9 @@ def test_bad_files_of_items(text, said, tmp_path, capsys, monkeypatch):
 def test_a_million_items_need_little_memory(tmp_path):
     items = tmp_path / "items.jsonl"
     items.write_text("".join(f"{n}\n" for n in range(1_000_000)))
-    command = start(tmp_path, "tests.pools.work:square", "--over", str(items), "--out", str(tmp_path / "o"), "--on", "local:2")
+    command = start(
+        tmp_path, "tests.pools.work:square", "--over", str(items), "--out", str(tmp_path / "o"), "--on", "local:2"
+    )
     process, peak = psutil.Process(command.pid), 0
     while command.poll() is None:
         try:

@@ -110,7 +110,7 @@ def test_folders_of_other_maps_are_refused(tmp_path):
         pool.map(work.square, [1, 2], home)
         with pytest.raises(ConfigError, match=r"has results of tests.pools.work:square, not of tests.pools.work:slow_"):
             pool.map(work.slow_square, [1, 2], home)
-        with pytest.raises(ConfigError, match="has results of 2 other items. Give another folder"):
+        with pytest.raises(ConfigError, match=r"has results of 2 other items\. Give another folder"):
             pool.map(work.square, [1, 3], home)
         (tmp_path / "photo.jpg").touch()
         with pytest.raises(ConfigError, match=r"it has other files, such as photo.jpg. Give a new folder"):

@@ -67,9 +67,17 @@ def two(a: int, b: int) -> int:
     return a + b
 
 
-def import_error(x: int) -> int:
-    import_of_nothing = __import__("nothing_of_this_name")
-    return import_of_nothing
-
-
 number = 3
+
+
+def kill_parent_once(path: str) -> str:
+    """Kill the process that supervises this one, at the first call with a path of a folder that exists."""
+    if "/" not in path:
+        return "first"
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "second"
+    os.kill(os.getppid(), 9)
+    time.sleep(60)
+    return "never"

@@ -52,6 +52,7 @@ CEILINGS: dict[str, float] = {
     "optim": 0.9,
     "parallel": 1.9,
     "planner": 0.8,
+    "pools": 0.0,
     "rl": 0.0,
     "train": 1.7,
     "verify": 1.2,

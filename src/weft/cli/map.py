@@ -47,7 +47,9 @@ def map_items(
     began = time.monotonic()
     with pool, open_folder(place, function, read_items(over)) as folder:
         if folder.num_damaged:
-            print_line(f"{counted(folder.num_damaged, 'damaged line')} of {place}/journal.jsonl: these tasks run again.")
+            print_line(
+                f"{counted(folder.num_damaged, 'damaged line')} of {place}/journal.jsonl: these tasks run again."
+            )
         before = folder.num_done
         try:
             with progress_report(sys.stderr) as progress:
@@ -94,7 +96,7 @@ def read_items(path: Path) -> Iterator[str]:
     number, found = 0, False
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007 (names the line of an error)
+            for number, line in enumerate(file, 1):
                 if text := line.strip():
                     json.loads(text, parse_constant=_refuse_constant)
                     found = True

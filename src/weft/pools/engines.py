@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ _POLL_S = 0.5
 #: Seconds that Slurm's limit adds to a task's, so that the task's applies first. submitit signals 90 s before the end.
 _SLURM_MARGIN_S = 300.0
 _CONNECT_S = "10s"
+#: Tasks submitted at the same time to an engine whose number of workers may change.
+_WINDOW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Engine:
     stop: Callable[[], None]
 
 
-def open_engine(request: Request, folder: Path | None = None) -> Engine:
+def open_engine(request: Request, folder: Path) -> Engine:
     """Return the engine at an address.
 
     Args:
@@ -76,18 +79,20 @@ def open_engine(request: Request, folder: Path | None = None) -> Engine:
         PoolError: if the engine cannot be reached.
     """
     kind, _, rest = request.on.partition(":")
-    engines = {"local": _local, "slurm": _slurm, "dask": _dask}
-    if kind not in engines:
-        raise ConfigError(f"on={request.on}: it has no engine {kind!r}.{did_you_mean(kind, engines)} {_FORMS}.")
+    if kind == "local":
+        return _local(request, rest)
+    if kind == "dask":
+        return _dask(request, rest)
     if kind == "slurm":
         return _slurm(request, rest, folder)
-    return engines[kind](request, rest)
+    near = did_you_mean(kind, ["local", "slurm", "dask"])
+    raise ConfigError(f"on={request.on}: it has no engine {kind!r}.{near} {_FORMS}.")
 
 
 def wrap_executor(executor: Executor, token: str) -> Engine:
     """Return an engine on a caller's executor, which the pool does not shut down."""
     workers = getattr(executor, "_max_workers", None)
-    return Engine(executor, 2 * workers if isinstance(workers, int) else 64, lambda: stop(token))
+    return Engine(executor, 2 * workers if isinstance(workers, int) else _WINDOW, lambda: stop(token))
 
 
 def num_cores() -> int:
@@ -166,7 +171,11 @@ def _dask(request: Request, rest: str) -> Engine:
     try:
         client: Any = Client(f"tcp://{rest}", timeout=_CONNECT_S, set_as_default=False)
     except OSError as error:
-        raise PoolError(f"on={request.on}: no Dask scheduler answers there. Start one, or check the address.") from error
+        raise PoolError(
+            f"on={request.on}: no Dask scheduler answers there. Start one, or check the address."
+        ) from error
+    with suppress(TimeoutError):
+        client.wait_for_workers(1, timeout=_CONNECT_S)
     threads = sum(client.nthreads().values())
     resources = {"GPU": request.gpus} if request.gpus else None
     infos = client.scheduler_info(n_workers=-1)["workers"].values()
@@ -181,17 +190,15 @@ def _dask(request: Request, rest: str) -> Engine:
         client.run(stop, request.token, on_error="ignore")
         client.close()
 
-    return Engine(executor, 2 * threads, stop_all)
+    return Engine(executor, max(_WINDOW, 4 * threads), stop_all)
 
 
-def _slurm(request: Request, rest: str, folder: Path | None = None) -> Engine:
+def _slurm(request: Request, rest: str, folder: Path) -> Engine:
     match = re.fullmatch(r"([\w.\-]+)(?::([1-9]\d{0,4}))?", rest)
     if match is None:
         raise ConfigError(f"on={request.on}: it needs a partition. Write slurm:PARTITION or slurm:PARTITION:JOBS.")
     if request.timeout_s is None:
         raise ConfigError(f"on={request.on}: jobs of Slurm need a time limit. Add --timeout 1h.")
-    if folder is None:
-        raise ConfigError(f"on={request.on}: Slurm's jobs need a folder that all nodes share. Give folder=.")
     try:
         import submitit
     except ImportError as error:

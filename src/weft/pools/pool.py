@@ -76,7 +76,9 @@ class Pool:
             engine.stop()
             self._token = uuid.uuid4().hex
 
-    def map(self, function: Callable[[Any], Any] | str, items: Iterable[Any], folder: str | Path = "") -> list[Any]:
+    def map(
+        self, function: Callable[[Any], Any] | str, items: Iterable[Any], folder: str | Path | None = None
+    ) -> list[Any]:
         """Return the function's result for each item, in order. Failed tasks do not stop others.
 
         Args:
@@ -92,6 +94,8 @@ class Pool:
         name, texts = function if isinstance(function, str) else name_of(function), texts_of(items)
         if folder:
             return self._map_in(Path(folder), name, texts)
+        if isinstance(self._on, str) and self._on.startswith("slurm"):
+            raise ConfigError(f"on={self._on}: Slurm's jobs need a folder that all nodes share. Give folder=.")
         with tempfile.TemporaryDirectory(prefix="weft-map-") as temporary:
             return self._map_in(Path(temporary), name, texts)
 

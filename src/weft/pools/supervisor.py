@@ -102,8 +102,8 @@ class WorkerProcess:
             raise
         finally:
             os.close(lifeline)
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._requests, self._answers, self._output = self._process.stdin, self._process.stdout, self._process.stderr
+        pipes: Any = (self._process.stdin, self._process.stdout, self._process.stderr)
+        self._requests, self._answers, self._output = pipes
         os.set_blocking(self._output.fileno(), False)
         self._job = ""
 

@@ -67,7 +67,8 @@ class TaskFolder:
             ConfigError: if the folder belongs to another function, other items, or is not empty.
         """
         about = self.path / "map.json"
-        others = [p.name for p in self.path.iterdir() if p.name not in _UNCLAIMED and not p.name.startswith(".items.")]
+        own = {*_UNCLAIMED, "slurm"}
+        others = [path.name for path in self.path.iterdir() if path.name not in own and path.name[:7] != ".items."]
         if not about.exists() and others:
             raise ConfigError(f"{self.path}: it has other files, such as {others[0]}. Give a new folder.")
         draft = self.path / f".items.{os.getpid()}"
