@@ -1,0 +1,1 @@
+"""Comparisons of training settings: paired runs, measures of their event logs, and sweeps."""
