@@ -16,7 +16,7 @@ from weft.experiments.sweep_config import read_sweep
 def train(item: dict[str, Any]) -> dict[str, Any]:
     """Return a loss that falls with the steps, towards a minimum at lr=1e-3."""
     time.sleep(0.01)
-    values = dict(word.partition("=")[::2] for word in item["words"])
+    values = dict(word.partition("=")[::2] for word in item["overrides"])
     lr = float(values.get("optimizer.lr", 1e-3))
     if values.get("schedule.kind") == "linear" or lr > 0.5:
         return {"failed": "the loss is nan", "seconds": 1.0}

@@ -46,11 +46,11 @@ def test_halving_saves_steps_and_keeps_the_best(tmp_path):
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
 def test_samplers_find_the_minimum_and_repeat_their_choices(sampler, tmp_path):
-    text = LENGTH + f'trials = 24\nbatch = 6\nseed = 3\nsampler = "{sampler}"\n' + SEARCH
+    text = LENGTH + f'trials = 18\nbatch = 6\nseed = 3\nsampler = "{sampler}"\n' + SEARCH
     result = sweep(file_of(tmp_path, text), tmp_path / "a")
     again = sweep(file_of(tmp_path, text), tmp_path / "b", "local:1")
     assert values_of(result) == values_of(again)
-    assert len({trial.values["optimizer.lr"] for trial in result.trials}) == 24
+    assert len({trial.values["optimizer.lr"] for trial in result.trials}) == 18
     lowest = 2.0 + 3.0 * 2.718281828 ** (-80 / 40)
     assert result.best.value < 1.1 * lowest
 
@@ -121,15 +121,15 @@ REFUSED = {
     '[search]\n"optimizer.lrr" = [1e-3, 1e-4]': "Did you mean 'optimizer.lr'?",
     '[search]\n"optimizer.lr" = {low = 1e-2, high = 1e-5}': "low must be below high. Use {low = 1e-05, high = 0.01}.",
     '[search]\n"optimizer.lr" = {low = 0, high = 1e-2, log = true}': "a logarithmic range cannot reach 0 or less.",
-    '[search]\n"optimizer.lr" = {low = 1e-4, high = 1e-2, lgo = true}': "a range has no 'lgo'. Did you mean 'log'?",
-    '[search]\n"optimizer.lr" = {low = 1e-4}': "it must be a range or choices. Use {low = 1e-5, high = 1e-2, log = true}",
+    '[search]\n"optimizer.lr" = {low = 1e-4, high = 1e-2, stp = 1}': "a range has no 'stp'. Did you mean 'step'?",
+    '[search]\n"optimizer.lr" = {low = 1e-4}': "it must be a range or choices. Use {low = 1e-5, high",
     '[search]\n"optimizer.lr" = [1e-4]': "choices must be at least two numbers, texts or booleans.",
     '[search]\n"optimizer.lr" = [1e-4, 1e-4]': "a choice occurs twice. Remove it.",
     '[search]\n"optimizer.lr" = {low = 1e-4, high = 1e-2, step = 1}': "step must be above 0 and at most high - low",
     '[search]\n"optimizer.lr" = {low = 1e-4, high = inf}': "low, high and step must be finite numbers.",
     '[search]\n"optimizer.lr" = {low = -1.0, high = 1.0}': "search.optimizer.lr: optimizer.lr=-1",
     '[search]\n"run.name" = ["a", "b"]': "a sweep sets it itself, or compares trials at it. Search another setting.",
-    '[search]\n"plan" = ["tp=2 zero=9", "tp=3"]': "search.plan: zero=9",
+    '[search]\n"plan" = ["tp=2 zero=9", "tp=3"]': "search.plan: plan.tp=3: the model has 8 heads,",
     'sampler = "grid"\n[search]\n"seed" = {low = 0, high = 999_999_999}': "the grid has more than",
     'sampler = "grid"\n[search]\n"optimizer.lr" = {low = 1e-4, high = 1e-2}': "a grid needs choices or a step.",
     'sampler = "tpee"\n' + SEARCH: "it must be tpe, random, grid, qmc. Did you mean 'tpe'?",
@@ -155,10 +155,12 @@ def test_refusals(text, tmp_path):
 
 def test_a_missing_file_and_a_missing_library(tmp_path, monkeypatch):
     file_of(tmp_path, SEARCH)
-    with pytest.raises(ConfigError, match="Did you mean 'sweep.toml'"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'sweep\.toml'"):
         read_sweep(tmp_path / "swep.toml")
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MissingExtra, match=r'optuna is not installed: weft sweep needs it. .* pip install -e "\.\[sweep'):
+    with pytest.raises(
+        MissingExtra, match=r'optuna is not installed: weft sweep needs it. .* pip install -e "\.\[sweep'
+    ):
         import_optuna()
 
 
@@ -177,6 +179,7 @@ def test_report(tmp_path):
     config = load_config(tmp_path / "out" / "best.toml").config
     assert config.optimizer.lr == best.values["optimizer.lr"]
     assert config.train.steps == 80
+    assert config.run.name == "out-best"
     assert rows_of(result, 3)[1][0] == f"{best.number:04d}"
     assert f"16 trials: {result.num_steps} steps, 31% of all in full" in report
 
@@ -219,3 +222,22 @@ def test_a_killed_sweep_ends_like_an_undisturbed_one(tmp_path):
 @pytest.mark.full
 def test_a_sweep_killed_often_ends_like_an_undisturbed_one(tmp_path):
     run_through_kills(tmp_path, num_kills=60, seed=2)
+
+
+def test_the_command_prints_a_table_and_refuses_in_sentences(tmp_path, monkeypatch, capsys):
+    from weft.cli.app import run
+
+    monkeypatch.setattr("weft.experiments.sweep.TRAIN", "tests.experiments.fake_training:train")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    file = file_of(tmp_path, LENGTH + 'trials = 4\non = "local:2"\n[halving]\nrungs = 2\n' + SEARCH)
+    assert run(["sweep", str(file), "--out", "out"]) == 0
+    shown = capsys.readouterr()
+    assert "4 trials to step 40 of 80: 0000, 0001, 0002, 0003" in shown.err
+    assert shown.out.splitlines()[0].split() == ["trial", "loss", "step", "optimizer.lr", "state"]
+    assert "Report: out/report.md   Config: out/best.toml" in shown.out
+    assert run(["sweep", str(file), "--out", "out"]) == 0
+    assert capsys.readouterr().out.splitlines()[:5] == shown.out.splitlines()[:5]
+    assert run(["sweep", str(file), "--out", "other", "--on", "lokal"]) == 2
+    assert "on=lokal: it has no engine 'lokal'. Did you mean 'local'?" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import weft
 from tests.pools import work
 from weft import env
 from weft.errors import ConfigError, MissingExtra, PoolError, TasksFailed
-from weft.pools.engines import Engine, SubmititExecutor
+from weft.pools.engines import PoolEngine, SubmititExecutor
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -89,7 +89,7 @@ def test_submitit_runs_jobs(tmp_path, monkeypatch):
         executor = submitit.LocalExecutor(folder / "slurm")
         executor.update_parameters(timeout_min=1)
         jobs = SubmititExecutor(executor, folder / "slurm")
-        return Engine(jobs, 2, lambda: jobs.shutdown(cancel_futures=True))
+        return PoolEngine(jobs, 2, lambda: jobs.shutdown(cancel_futures=True))
 
     monkeypatch.setattr("weft.pools.pool.open_engine", open_local)
     monkeypatch.chdir(ROOT)

@@ -227,6 +227,12 @@ def test_a_full_disk_is_named_and_finished_tasks_are_kept(tmp_path, monkeypatch)
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 5
 
 
+def test_the_commands_import_no_torch():
+    code = "import sys, weft.cli.map, weft.pools.engines, weft.experiments.sweep_report; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
     path.write_text(text)
     words = [sys.executable, str(path)]

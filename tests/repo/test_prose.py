@@ -42,6 +42,7 @@ CEILINGS: dict[str, float] = {
     "comm": 1.8,
     "config": 0.3,
     "data": 0.4,
+    "experiments": 0.0,
     "generation": 0.4,
     "hf": 0.0,
     "inference": 0.0,

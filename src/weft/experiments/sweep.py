@@ -21,6 +21,7 @@ from weft.errors import ConfigError, MissingExtra, TasksFailed
 from weft.experiments.sweep_config import Parameter, SweepConfig, Value, trial_config
 from weft.files import replace_text, try_lock
 from weft.pools.pool import Pool
+from weft.units import counted
 
 #: Function that trains a trial. Tests use another one.
 TRAIN = "weft.experiments.trials:train_trial"
@@ -31,7 +32,7 @@ Note = Callable[[str], None]
 
 
 @dataclass
-class Trial:
+class SweepTrial:
     """Values of one trial, and its results.
 
     Attributes:
@@ -66,7 +67,7 @@ class SweepResult:
 
     config: SweepConfig
     folder: Path
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SweepTrial] = field(default_factory=list)
     over_budget: str = ""
 
     @property
@@ -74,17 +75,17 @@ class SweepResult:
         """Steps of all trials."""
         return sum(trial.step for trial in self.trials)
 
-    def ranked(self) -> list[Trial]:
+    def ranked(self) -> list[SweepTrial]:
         """Return the trials, best first: complete ones, then those that went further, then failed ones."""
         sign = 1 if self.config.goal == "lowest" else -1
 
-        def rank(trial: Trial) -> tuple[float, ...]:
+        def rank(trial: SweepTrial) -> tuple[float, ...]:
             return (trial.state == "failed", -trial.step, sign * trial.value if trial.curve else 0.0, trial.number)
 
         return sorted(self.trials, key=rank)
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> SweepTrial | None:
         """The best trial of those that trained furthest, or None if all failed."""
         ranked = self.ranked()
         return ranked[0] if ranked and ranked[0].curve and ranked[0].state != "failed" else None
@@ -106,7 +107,7 @@ def import_optuna() -> Any:
 
 @contextmanager
 def sweep_folder(config: SweepConfig, folder: Path) -> Iterator[None]:
-    """Lock a sweep's folder, and write its base config.
+    """Hold the lock of a sweep's folder, and write its base config.
 
     Raises:
         ConfigError: if another command works in it, or it belongs to another sweep.
@@ -152,7 +153,7 @@ def run_sweep(
     pool: Pool,
     note: Note,
     after: Callable[[SweepResult], None] = lambda result: None,
-    train: str = TRAIN,
+    train: str | None = None,
 ) -> SweepResult:
     """Run the trials that a sweep's folder lacks. Call it inside `sweep_folder`.
 
@@ -160,7 +161,7 @@ def run_sweep(
         config, folder, pool: the sweep, its locked folder, and its workers.
         note: prints a line.
         after: called after each generation.
-        train: name of the function that trains a trial.
+        train: name of the function that trains a trial, by default TRAIN.
 
     Raises:
         ConfigError: if all trials of the first rung were refused or failed.
@@ -171,7 +172,7 @@ def run_sweep(
         generation = len(result.trials) // config.batch
         trials = _choose(result, folder / "generations" / f"{generation:04d}.json")
         result.trials += trials
-        _run_generation(result, trials, pool, note, f"{generation:04d}", train)
+        _run_generation(result, trials, pool, note, f"{generation:04d}", train or TRAIN)
         if generation == 0 and all(trial.state == "failed" for trial in trials):
             raise ConfigError(f"search: no trial can be trained. The first one: {trials[0].reason}")
         _store(result)
@@ -182,7 +183,7 @@ def run_sweep(
 # Choosing values.
 
 
-def _choose(result: SweepResult, file: Path) -> list[Trial]:
+def _choose(result: SweepResult, file: Path) -> list[SweepTrial]:
     """Return the trials of the next generation, from its file if there is one."""
     config, first = result.config, len(result.trials)
     if file.is_file():
@@ -191,7 +192,7 @@ def _choose(result: SweepResult, file: Path) -> list[Trial]:
         chosen = _ask(result, min(config.batch, config.trials - first))
         file.parent.mkdir(exist_ok=True)
         replace_text(file, json.dumps(chosen, indent=1) + "\n")
-    return [Trial(first + n, values) for n, values in enumerate(chosen)]
+    return [SweepTrial(first + n, values) for n, values in enumerate(chosen)]
 
 
 def _ask(result: SweepResult, number: int) -> list[dict[str, Value]]:
@@ -245,7 +246,7 @@ def _direction(config: SweepConfig) -> str:
     return "minimize" if config.goal == "lowest" else "maximize"
 
 
-def _frozen(optuna: Any, trials: Sequence[Trial], config: SweepConfig, distributions: dict[str, Any]) -> list[Any]:
+def _frozen(optuna: Any, trials: Sequence[SweepTrial], config: SweepConfig, distributions: dict[str, Any]) -> list[Any]:
     states = {"complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL", "waiting": "FAIL"}
     by_key = {one.key: one for one in config.parameters}
     return [
@@ -282,7 +283,7 @@ def _store(result: SweepResult) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide Optuna's warnings about experimental functions."""
+    """Suppress Optuna's warnings about experimental functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -291,13 +292,16 @@ def quiet() -> Iterator[None]:
 # Training the trials of a generation, rung by rung.
 
 
-def _run_generation(result: SweepResult, trials: list[Trial], pool: Pool, note: Note, name: str, train: str) -> None:
+def _run_generation(
+    result: SweepResult, trials: list[SweepTrial], pool: Pool, note: Note, name: str, train: str
+) -> None:
     config, alive = result.config, list(trials)
     for rung, step in enumerate(config.rungs):
         if reason := _over_budget(result, alive, step):
             result.over_budget = reason
             return
-        note(f"trials {alive[0].number} to {alive[-1].number}: {len(alive)} train to step {step} of {config.steps}")
+        names = ", ".join(f"{trial.number:04d}" for trial in alive[:8]) + (", ..." if len(alive) > 8 else "")
+        note(f"{counted(len(alive), 'trial')} to step {step} of {config.steps}: {names}")
         items = [_item(result, trial, step) for trial in alive]
         for trial, outcome in zip(
             alive, _map(pool, train, items, result.folder / "rungs" / f"{name}_{rung}"), strict=True
@@ -314,11 +318,11 @@ def _run_generation(result: SweepResult, trials: list[Trial], pool: Pool, note: 
         alive = sorted(alive[:number], key=lambda trial: trial.number)
 
 
-def _item(result: SweepResult, trial: Trial, step: int) -> dict[str, Any]:
+def _item(result: SweepResult, trial: SweepTrial, step: int) -> dict[str, Any]:
     words = [one.override(trial.values[one.key]) for one in result.config.parameters]
     return {
         "config": str(result.folder / "base.toml"),
-        "words": words,
+        "overrides": words,
         "folder": str(result.folder / "trials" / f"{trial.number:04d}"),
         "step": step,
         "metric": result.config.metric,
@@ -336,7 +340,7 @@ def _map(pool: Pool, train: str, items: list[dict[str, Any]], folder: Path) -> l
         ]
 
 
-def _record(trial: Trial, outcome: dict[str, Any], step: int, *, is_last: bool) -> None:
+def _record(trial: SweepTrial, outcome: dict[str, Any], step: int, *, is_last: bool) -> None:
     trial.seconds += outcome["seconds"]
     trial.device_s += outcome["seconds"] * outcome.get("devices", 1)
     if "failed" in outcome:
@@ -347,7 +351,7 @@ def _record(trial: Trial, outcome: dict[str, Any], step: int, *, is_last: bool) 
     trial.state = "complete" if is_last else "waiting"
 
 
-def _over_budget(result: SweepResult, alive: Sequence[Trial], step: int) -> str:
+def _over_budget(result: SweepResult, alive: Sequence[SweepTrial], step: int) -> str:
     budget, trials = result.config.budget, result.trials
     more = sum(step - trial.step for trial in alive)
     if budget.steps is not None and result.num_steps + more > budget.steps:
@@ -369,4 +373,5 @@ def best_config(result: SweepResult) -> str | None:
     if best is None:
         return None
     words = [one.override(best.values[one.key]) for one in result.config.parameters]
+    words += [f"run.name={result.folder.name}-best"]
     return format_config(trial_config(result.folder / "base.toml", words), only_changes=True)

@@ -11,7 +11,7 @@ from typing import Any
 from weft.config.files import format_config, load_config
 from weft.config.parsing import as_toml
 from weft.config.run_config import RunConfig
-from weft.errors import ConfigError, Problem, did_you_mean, shown
+from weft.errors import ConfigError, Problem, did_you_mean, nearest_name, shown
 from weft.monitor.accounting import Price
 from weft.units import parse_count, parse_seconds
 
@@ -68,7 +68,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class SweepBudget:
     """Limits of a sweep. No further rung starts that would exceed `steps`, or after another limit is reached.
 
     Attributes:
@@ -109,7 +109,7 @@ class SweepConfig:
     timeout: str | None
     rungs: tuple[int, ...]
     reduction: int
-    budget: Budget
+    budget: SweepBudget
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must not change when a sweep continues."""
@@ -175,8 +175,8 @@ def _tables(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
-        near = did_you_mean(path.name, sorted(file.name for file in path.parent.glob("*.toml")))
-        remedy = near or " Check the path."
+        near = nearest_name(path.stem, sorted(file.stem for file in path.parent.glob("*.toml")))
+        remedy = f" Did you mean '{near}.toml'?" if near else " Check the path."
         raise ConfigError(f"sweep {shown(str(path))}: it cannot be read ({error.strerror}).{remedy}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: it is not TOML ({error}). Correct that line.") from None
@@ -222,7 +222,7 @@ class _Reader:
         return _Reader(value, self.problems, f"{key}.")
 
 
-def _budget(read: _Reader) -> Budget:
+def _budget(read: _Reader) -> SweepBudget:
     tables = read.tables
     steps = time_s = price = None
     try:
@@ -241,7 +241,7 @@ def _budget(read: _Reader) -> Budget:
         read.refuse("money", 'it needs the price of a device. Add price = "2.5usd/h" to [budget].')
     if "kwh" in tables:
         read.refuse("kwh", "trials record no measured energy. Use budget.time or budget.steps.")
-    return Budget(steps, time_s, money, price)
+    return SweepBudget(steps, time_s, money, price)
 
 
 def _parameter(key: str, value: Any, problems: list[Problem]) -> Parameter | None:
@@ -327,6 +327,6 @@ def _try_values(file: Path | None, settings: list[str], parameters: list[Paramet
         raise ConfigError(problems.values())
 
 
-def trial_config(base: Path, words: list[str]) -> RunConfig:
-    """Return the config of a trial. words: its overrides."""
-    return load_config(base, words).config
+def trial_config(base: Path, overrides: list[str]) -> RunConfig:
+    """Return the config of a trial."""
+    return load_config(base, overrides).config

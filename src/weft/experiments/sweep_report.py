@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from weft.experiments.sweep import SweepResult, Trial, best_config, import_optuna, quiet
+from weft.experiments.sweep import SweepResult, SweepTrial, best_config, import_optuna, quiet
 from weft.files import replace_text
 from weft.units import counted, format_seconds
 
@@ -131,6 +131,6 @@ def draw(result: SweepResult, shares: dict[str, float], path: Path) -> None:
     os.replace(draft, path)
 
 
-def _curve(axis: Any, trial: Trial, **style: Any) -> None:
+def _curve(axis: Any, trial: SweepTrial, **style: Any) -> None:
     steps = sorted(trial.curve)
     axis.plot(steps, [trial.curve[step] for step in steps], marker="o", markersize=3.5, **style)

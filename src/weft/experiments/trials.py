@@ -26,7 +26,7 @@ def train_trial(item: dict[str, Any]) -> dict[str, Any]:
     An interrupted trial continues from its newest checkpoint.
 
     Args:
-        item: "config" and "words" of the command, the "folder", the "step", and the "metric".
+        item: "config" and "overrides" of the command, the "folder", the "step", and the "metric".
 
     Returns:
         {"value": metric at the step, "curve": [[step, value], ...], "seconds": s, "devices": n}, or {"failed": reason}.
@@ -35,7 +35,7 @@ def train_trial(item: dict[str, Any]) -> dict[str, Any]:
         RuntimeError: if the run crashed, and may succeed next time.
     """
     folder, began = Path(item["folder"]), time.monotonic()
-    words = [*item["words"], f"run.dir={folder.parent}", f"run.name={folder.name}", f"train.stop_at={item['step']}"]
+    words = [*item["overrides"], f"run.dir={folder.parent}", f"run.name={folder.name}", f"train.stop_at={item['step']}"]
     code, error = _run([sys.executable, "-m", "weft", "train", item["config"], *words])
     while code == 2 and _LOCKED in error and time.monotonic() - began < _LOCK_WAIT_S:
         time.sleep(0.5)

@@ -34,7 +34,7 @@ _WINDOW = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PoolRequest:
     """Workers that a pool needs.
 
     Attributes:
@@ -52,7 +52,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class PoolEngine:
     """An executor, and its treatment by the pool.
 
     Attributes:
@@ -66,7 +66,7 @@ class Engine:
     stop: Callable[[], None]
 
 
-def open_engine(request: Request, folder: Path) -> Engine:
+def open_engine(request: PoolRequest, folder: Path) -> PoolEngine:
     """Return the engine at an address.
 
     Args:
@@ -89,10 +89,10 @@ def open_engine(request: Request, folder: Path) -> Engine:
     raise ConfigError(f"on={request.on}: it has no engine {kind!r}.{near} {_FORMS}.")
 
 
-def wrap_executor(executor: Executor, token: str) -> Engine:
+def wrap_executor(executor: Executor, token: str) -> PoolEngine:
     """Return an engine on a caller's executor, which the pool does not shut down."""
     workers = getattr(executor, "_max_workers", None)
-    return Engine(executor, 2 * workers if isinstance(workers, int) else _WINDOW, lambda: stop(token))
+    return PoolEngine(executor, 2 * workers if isinstance(workers, int) else _WINDOW, lambda: stop(token))
 
 
 def num_cores() -> int:
@@ -106,7 +106,7 @@ def _own_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _local(request: Request, rest: str) -> Engine:
+def _local(request: PoolRequest, rest: str) -> PoolEngine:
     own = _own_cores()
     if rest and not re.fullmatch(r"[1-9]\d{0,3}", rest):
         raise ConfigError(f"on={request.on}: the number of workers must be from 1 to 9999. Write local:4.")
@@ -139,7 +139,7 @@ def _local(request: Request, rest: str) -> Engine:
         stop(request.token)
         executor.shutdown(cancel_futures=True)
 
-    return Engine(executor, 4 * workers, stop_all)
+    return PoolEngine(executor, 4 * workers, stop_all)
 
 
 def visible_gpus() -> list[str]:
@@ -156,7 +156,7 @@ def visible_gpus() -> list[str]:
         return []
 
 
-def _dask(request: Request, rest: str) -> Engine:
+def _dask(request: PoolRequest, rest: str) -> PoolEngine:
     if not re.fullmatch(r"[\w.\-\[\]:]+:\d{1,5}", rest):
         raise ConfigError(f"on={request.on}: it needs a scheduler's host and port. Write dask:HOST:8786.")
     if request.cores:
@@ -190,10 +190,10 @@ def _dask(request: Request, rest: str) -> Engine:
         client.run(stop, request.token, on_error="ignore")
         client.close()
 
-    return Engine(executor, max(_WINDOW, 4 * threads), stop_all)
+    return PoolEngine(executor, max(_WINDOW, 4 * threads), stop_all)
 
 
-def _slurm(request: Request, rest: str, folder: Path) -> Engine:
+def _slurm(request: PoolRequest, rest: str, folder: Path) -> PoolEngine:
     match = re.fullmatch(r"([\w.\-]+)(?::([1-9]\d{0,4}))?", rest)
     if match is None:
         raise ConfigError(f"on={request.on}: it needs a partition. Write slurm:PARTITION or slurm:PARTITION:JOBS.")
@@ -217,7 +217,7 @@ def _slurm(request: Request, rest: str, folder: Path) -> Engine:
     executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None})
     jobs = SubmititExecutor(executor, folder / "slurm")
     jobs.cancel_earlier()
-    return Engine(jobs, int(match[2] or _SLURM_JOBS), lambda: jobs.shutdown(cancel_futures=True))
+    return PoolEngine(jobs, int(match[2] or _SLURM_JOBS), lambda: jobs.shutdown(cancel_futures=True))
 
 
 class SubmititExecutor(Executor):

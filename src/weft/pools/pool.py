@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import ConfigError, PoolError, TasksFailed, shown
-from weft.pools.engines import Engine, Request, open_engine, wrap_executor
-from weft.pools.supervisor import Job, run_task
+from weft.pools.engines import PoolEngine, PoolRequest, open_engine, wrap_executor
+from weft.pools.supervisor import MapJob, run_task
 from weft.pools.task_folder import TaskFolder, open_folder
 from weft.pools.worker import find_unfit, refuse_nested_pool
 from weft.units import counted, parse_seconds
@@ -58,7 +58,7 @@ class Pool:
         self._on, self._cores, self._gpus = on, cores, gpus
         self._timeout_s = _limit_of(timeout)
         self._retries, self._retry_errors = retries, retry_errors
-        self._engine: Engine | None = None
+        self._engine: PoolEngine | None = None
         self._token = uuid.uuid4().hex
 
     def __enter__(self) -> Pool:
@@ -70,7 +70,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers."""
+        """End the workers."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.stop()
@@ -123,7 +123,7 @@ class Pool:
         if folder.num_done < folder.num_items:
             if self._engine is None:
                 self._engine = self._open(folder.path)
-            job = Job(self._token, function, os.getcwd(), tuple(sys.path), self._timeout_s).text()
+            job = MapJob(self._token, function, os.getcwd(), tuple(sys.path), self._timeout_s).text()
             try:
                 self._run(job, folder, self._engine, report)
             except BaseException:
@@ -131,12 +131,12 @@ class Pool:
                 raise
         folder.write_results()
 
-    def _open(self, folder: Path) -> Engine:
+    def _open(self, folder: Path) -> PoolEngine:
         if isinstance(self._on, Executor):
             return wrap_executor(self._on, self._token)
-        return open_engine(Request(self._on, self._cores, self._gpus, self._timeout_s, self._token), folder)
+        return open_engine(PoolRequest(self._on, self._cores, self._gpus, self._timeout_s, self._token), folder)
 
-    def _run(self, job: str, folder: TaskFolder, engine: Engine, report: Report) -> None:
+    def _run(self, job: str, folder: TaskFolder, engine: PoolEngine, report: Report) -> None:
         ended: queue.SimpleQueue[Future[str]] = queue.SimpleQueue()
         running: dict[Future[str], tuple[int, str, int]] = {}  # index, item, attempt
         again: deque[tuple[int, str, int]] = deque()

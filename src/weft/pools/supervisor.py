@@ -29,7 +29,7 @@ _PROGRAM = "from weft.pools.worker import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MapJob:
     """A function and the limits of its calls, sent as JSON.
 
     Attributes:
@@ -238,7 +238,7 @@ def run_task(job: str, item: str) -> str:
     "traceback". It also has "seconds" and "output".
 
     Args:
-        job: `Job.text()`.
+        job: `MapJob.text()`.
         item: the item as JSON on one line.
     """
     settings, output, began = json.loads(job), Output(), time.monotonic()

@@ -230,7 +230,7 @@ def _is_current(lock: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def open_folder(path: Path, function: str, items: Iterable[str]) -> Generator[TaskFolder]:
-    """Lock a folder, create it if necessary, and find the tasks that are missing.
+    """Open a folder of a map under a lock, and find the tasks that are missing.
 
     Args:
         path: the folder.

@@ -190,7 +190,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]  (a TextIOWrapper)
     lifeline, cores = sys.argv[1:]
     del sys.argv[1:]
     die_with(int(lifeline))
