@@ -38,14 +38,14 @@ class SweepTrial:
     Attributes:
         values: by the key of the setting.
         curve: value of the metric by step.
-        state: "waiting", "stopped" by halving, "complete" or "failed".
+        state: "paused", "stopped" by halving, "complete" or "failed".
         device_s: seconds of all its devices.
     """
 
     number: int
     values: dict[str, Value]
     curve: dict[int, float] = field(default_factory=dict)
-    state: str = "waiting"
+    state: str = "paused"
     reason: str = ""
     step: int = 0
     seconds: float = 0.0
@@ -123,7 +123,7 @@ def sweep_folder(config: SweepConfig, folder: Path) -> Iterator[None]:
         about, identity = folder / "sweep.json", config.identity()
         if about.exists():
             _refuse_other(about, identity)
-        elif others := [path.name for path in folder.iterdir() if path.name[0] != "."]:
+        elif others := [path.name for path in folder.iterdir() if path.name[0] != "." and path.name != "base.toml"]:
             raise ConfigError(f"{folder}: it has other files, such as {others[0]}. Give a new folder.")
         else:
             replace_text(folder / "base.toml", config.base)
@@ -175,7 +175,8 @@ def run_sweep(
         _run_generation(result, trials, pool, note, f"{generation:04d}", train or TRAIN)
         if generation == 0 and all(trial.state == "failed" for trial in trials):
             raise ConfigError(f"search: no trial can be trained. The first one: {trials[0].reason}")
-        _store(result)
+        if not result.over_budget:
+            _store(result)
         after(result)
     return result
 
@@ -211,7 +212,9 @@ def _ask(result: SweepResult, number: int) -> list[dict[str, Value]]:
 
 def _sampler(optuna: Any, config: SweepConfig, first: int) -> Any:
     if config.sampler == "tpe":
-        return optuna.samplers.TPESampler(seed=config.seed + first, n_startup_trials=min(10, config.batch))
+        return optuna.samplers.TPESampler(
+            seed=config.seed + first, n_startup_trials=min(10, config.batch), constant_liar=True
+        )
     if config.sampler == "random":
         return optuna.samplers.RandomSampler(seed=config.seed)
     if config.sampler == "qmc":
@@ -247,7 +250,7 @@ def _direction(config: SweepConfig) -> str:
 
 
 def _frozen(optuna: Any, trials: Sequence[SweepTrial], config: SweepConfig, distributions: dict[str, Any]) -> list[Any]:
-    states = {"complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL", "waiting": "FAIL"}
+    states = {"complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL", "paused": "FAIL"}
     by_key = {one.key: one for one in config.parameters}
     return [
         optuna.trial.create_trial(
@@ -299,6 +302,7 @@ def _run_generation(
     for rung, step in enumerate(config.rungs):
         if reason := _over_budget(result, alive, step):
             result.over_budget = reason
+            result.trials = [trial for trial in result.trials if trial.seconds]
             return
         names = ", ".join(f"{trial.number:04d}" for trial in alive[:8]) + (", ..." if len(alive) > 8 else "")
         note(f"{counted(len(alive), 'trial')} to step {step} of {config.steps}: {names}")
@@ -348,7 +352,7 @@ def _record(trial: SweepTrial, outcome: dict[str, Any], step: int, *, is_last: b
         return
     trial.curve = {int(at): value for at, value in outcome["curve"]} | {step: outcome["value"]}
     trial.step = step
-    trial.state = "complete" if is_last else "waiting"
+    trial.state = "complete" if is_last else "paused"
 
 
 def _over_budget(result: SweepResult, alive: Sequence[SweepTrial], step: int) -> str:

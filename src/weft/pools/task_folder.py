@@ -67,8 +67,10 @@ class TaskFolder:
             ConfigError: if the folder belongs to another function, other items, or is not empty.
         """
         about = self.path / "map.json"
+        for draft in self.path.glob(".items.*"):  # of a killed command
+            draft.unlink()
         own = {*_UNCLAIMED, "slurm"}
-        others = [path.name for path in self.path.iterdir() if path.name not in own and path.name[:7] != ".items."]
+        others = [path.name for path in self.path.iterdir() if path.name not in own and path.name[0] != "."]
         if not about.exists() and others:
             raise ConfigError(f"{self.path}: it has other files, such as {others[0]}. Give a new folder.")
         draft = self.path / f".items.{os.getpid()}"
