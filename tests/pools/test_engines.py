@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,36 @@ def test_dask(dask, tmp_path):
     while any("61.75" in (process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_a_lost_dask_worker_and_a_lost_scheduler(tmp_path):
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
+    address = f"{env.LOOPBACK}:{free_port()}"
+    words = [
+        "distributed.cli.dask_scheduler",
+        "--host",
+        env.LOOPBACK,
+        "--port",
+        address.split(":")[1],
+        "--no-dashboard",
+    ]
+    scheduler = subprocess.Popen([sys.executable, "-m", *words], **quiet)
+    words = ["distributed.cli.dask_worker", f"tcp://{address}", "--nthreads=1", "--no-dashboard", "--no-nanny"]
+    workers = [subprocess.Popen([sys.executable, "-m", *words], **quiet) for _ in range(2)]
+    try:
+        with weft.pool(f"dask:{address}") as pool:
+            threading.Timer(3.0, workers[0].kill).start()
+            assert pool.map(work.slow_square, range(200)) == [x * x for x in range(200)]
+        threading.Timer(3.0, scheduler.kill).start()
+        with weft.pool(f"dask:{address}") as pool, pytest.raises(PoolError, match="to the Dask scheduler was lost"):
+            pool.map(work.slow_square, range(2000), tmp_path)
+    finally:
+        for process in (scheduler, *workers):
+            process.kill()
+            process.wait()
+    with weft.pool("local:2") as pool:  # another engine continues
+        assert pool.map(work.slow_square, range(2000), tmp_path) == [x * x for x in range(2000)]
 
 
 def test_dask_resources_and_addresses(dask, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import queue
@@ -59,11 +60,13 @@ class PoolEngine:
         executor: runs `run_task`.
         window: tasks submitted at the same time.
         stop: kills the workers.
+        problem: returns a sentence if the engine was lost with its tasks, else "".
     """
 
     executor: Executor
     window: int
     stop: Callable[[], None]
+    problem: Callable[[], str] = lambda: ""
 
 
 def open_engine(request: PoolRequest, folder: Path) -> PoolEngine:
@@ -185,12 +188,21 @@ def _dask(request: PoolRequest, rest: str) -> PoolEngine:
         raise PoolError(f"on={request.on}: it has no worker {what or '. Start one: dask worker ' + rest}.")
     executor = client.get_executor(pure=False, retries=0, resources=resources)
 
+    # The pool reports a lost scheduler in a sentence; these loggers print tracebacks.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("distributed", "tornado", "asyncio")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
     def stop_all() -> None:
         executor.shutdown(wait=False)
-        client.run(stop, request.token, on_error="ignore")
-        client.close()
+        if client.status == "running":
+            client.run(stop, request.token, on_error="ignore")
+        client.close(timeout=2)
 
-    return PoolEngine(executor, max(_WINDOW, 4 * threads), stop_all)
+    def problem() -> str:
+        return "" if client.status == "running" else f"on={request.on}: the connection to the Dask scheduler was lost"
+
+    return PoolEngine(executor, max(_WINDOW, 4 * threads), stop_all, problem)
 
 
 def _slurm(request: PoolRequest, rest: str, folder: Path) -> PoolEngine:

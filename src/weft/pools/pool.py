@@ -22,6 +22,8 @@ from weft.pools.task_folder import TaskFolder, open_folder
 from weft.pools.worker import find_unfit, refuse_nested_pool
 from weft.units import counted, parse_seconds
 
+#: Seconds between two checks whether the engine was lost.
+_LOOK_S = 0.5
 #: Called after each outcome: report(outcome, folder).
 Report = Callable[[dict[str, Any], TaskFolder], None]
 
@@ -151,7 +153,7 @@ class Pool:
                 future.add_done_callback(ended.put)
             if not running:
                 return
-            future = ended.get()
+            future = _next_ended(ended, engine)
             index, item, attempt = running.pop(future)
             outcome = _outcome_of(future)
             kind = outcome.pop("kind", None)
@@ -179,6 +181,15 @@ def _submit(executor: Executor, job: str, item: str) -> Future[str]:
         return executor.submit(run_task, job, item)
     except (BrokenExecutor, RuntimeError) as error:
         raise PoolError(f"the executor takes no more tasks ({error}). Make a new one.") from error
+
+
+def _next_ended(ended: queue.SimpleQueue[Future[str]], engine: PoolEngine) -> Future[str]:
+    while True:
+        try:
+            return ended.get(timeout=_LOOK_S)
+        except queue.Empty:
+            if problem := engine.problem():
+                raise PoolError(f"{problem}. Run the same command when it is back: finished tasks are kept.") from None
 
 
 def _outcome_of(future: Future[str]) -> dict[str, Any]:
