@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -205,6 +206,10 @@ def test_cores_and_gpus_are_assigned(monkeypatch):
     assert {one[1] for one in found} == {"1"}
     assert {(one[0][0], one[2]) for one in found} <= set(zip(own, ["4", "GPU-b"], strict=False))
     assert engines.visible_gpus() == ["4", "GPU-b", "6"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    fake = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, NVMLError=ValueError)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert engines.visible_gpus() == ["0", "1"]
 
 
 def test_a_full_disk_is_named_and_finished_tasks_are_kept(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from weft.errors import ConfigError, MissingExtra, TasksFailed
 from weft.experiments.sweep_config import Parameter, SweepConfig, Value, trial_config
 from weft.files import replace_text, try_lock
 from weft.pools.pool import Pool
+from weft.pools.task_folder import full_disk_named
 from weft.units import counted
 
 #: Function that trains a trial. Tests use another one.
@@ -111,26 +112,31 @@ def sweep_folder(config: SweepConfig, folder: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: if another command works in it, or it belongs to another sweep.
+        PoolError: if the disk is full.
     """
-    try:
+    with full_disk_named(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise ConfigError(f"{folder}: it cannot be written ({error.strerror}). Give another folder.") from error
-    try:
-        if not try_lock(lock):
-            raise ConfigError(f"{folder}: another command is working in it. Wait until it ends, or give another --out.")
-        about, identity = folder / "sweep.json", config.identity()
-        if about.exists():
-            _refuse_other(about, identity)
-        elif others := [path.name for path in folder.iterdir() if path.name[0] != "." and path.name != "base.toml"]:
-            raise ConfigError(f"{folder}: it has other files, such as {others[0]}. Give a new folder.")
-        else:
-            replace_text(folder / "base.toml", config.base)
-            replace_text(about, json.dumps(identity, indent=1) + "\n")
-        yield
-    finally:
-        os.close(lock)
+        try:
+            if not try_lock(lock):
+                raise ConfigError(
+                    f"{folder}: another command is working in it. Wait until it ends, or give another --out."
+                )
+            _claim(folder, config)
+            yield
+        finally:
+            os.close(lock)
+
+
+def _claim(folder: Path, config: SweepConfig) -> None:
+    about, identity = folder / "sweep.json", config.identity()
+    if about.exists():
+        _refuse_other(about, identity)
+    elif others := [path.name for path in folder.iterdir() if path.name[0] != "." and path.name != "base.toml"]:
+        raise ConfigError(f"{folder}: it has other files, such as {others[0]}. Give a new folder.")
+    else:
+        replace_text(folder / "base.toml", config.base)
+        replace_text(about, json.dumps(identity, indent=1) + "\n")
 
 
 def _refuse_other(about: Path, identity: dict[str, Any]) -> None:

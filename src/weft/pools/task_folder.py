@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from weft.errors import ConfigError, PoolError
 from weft.files import replace_text, try_lock
 
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MISSING, _DONE, _FAILED = 0, 1, 2
 #: Files of a folder without a task's outcome.
@@ -37,7 +38,9 @@ def full_disk_named(folder: Path) -> Generator[None]:
                 f"{folder}: the disk is full ({error.strerror}). Free some space, then run the same command: "
                 "finished tasks are kept."
             ) from error
-        raise ConfigError(f"{folder}: it cannot be written ({error.strerror}). Give another folder.") from error
+        if error.errno in _UNWRITABLE:
+            raise ConfigError(f"{folder}: it cannot be written ({error.strerror}). Give another folder.") from error
+        raise
 
 
 class TaskFolder:
