@@ -93,22 +93,17 @@ def test_each_result_exactly_once_through_200_kills(tmp_path):
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_stopped_command_leaves_no_process(signum, code, tmp_path):
+    # A shell starts background commands with SIGINT ignored, and children would inherit that from this process.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     (tmp_path / "items.jsonl").write_text('"quick"\n"orphans"\n"orphans"\n')
     out = tmp_path / "out"
-    command = start(
-        tmp_path,
-        "tests.pools.work:misbehave",
-        "--over",
-        str(tmp_path / "items.jsonl"),
-        "--out",
-        str(out),
-        "--on",
-        "local:2",
-    )
+    words = ["--over", str(tmp_path / "items.jsonl"), "--out", str(out), "--on", "local:2"]
+    command = start(tmp_path, "tests.pools.work:misbehave", *words)
     end = time.monotonic() + 30
     while not (out / "map.json").exists() or sum("sleep" in p.name() for p in workers_of(tmp_path)) < 2:
         assert time.monotonic() < end
         time.sleep(0.05)
+    signal.signal(signal.SIGINT, before)
     os.kill(command.pid, signum)
     error = command.communicate(timeout=30)[1]
     assert command.returncode == code
