@@ -21,6 +21,7 @@ def test_every_error_is_a_weft_error_and_most_are_usage_errors():
         "TrainingHalted": 3,
         "StepRefused": 3,
         "OutOfMemory": 4,
+        "TasksFailed": 1,
     }
 
 

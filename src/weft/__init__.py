@@ -27,6 +27,7 @@ __all__ = [
     "describe",
     "group_loss",
     "init",
+    "pool",
     "rand_like",
     "randint_like",
     "randn_like",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from weft.models.inspect.describe import describe
     from weft.parallel.random.draws import bernoulli, rand_like, randint_like, randn_like
     from weft.planner.report.explanation import search
+    from weft.pools.pool import pool
     from weft.train.losses import group_loss
     from weft.train.microbatches import Microbatches
     from weft.train.script.script_run import Run, init
@@ -68,6 +70,7 @@ __getattr__ = loads(
         "randint_like": ".parallel.random.draws",
         "randn_like": ".parallel.random.draws",
         "search": ".planner.report.explanation",
+        "pool": ".pools.pool",
         "trace": ".train.tasks.description",
         "build_mesh": ".comm.mesh",
         "Mesh": ".comm.mesh",

@@ -12,6 +12,8 @@
     ├── TrainingHalted                 the run stopped: non-finite values, a limit
     │   └── StepRefused                a step could not begin, such as for lack of rewards; the run pauses
     ├── ActionAsked                    the run stopped on request: to pause, or to roll back to an older checkpoint
+    ├── PoolError                      a pool's workers cannot be reached, or its disk is full
+    │   └── TasksFailed                tasks of a pool failed; the others have results
     ├── OutOfMemory (MemoryError)      a rank is out of memory; the message lists the memory in use and fixes
     └── MissingExtra (ImportError)     an optional dependency is not installed
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class WeftError(Exception):
@@ -141,6 +144,29 @@ class ActionAsked(WeftError):
         self.action, self.step = action, step
         # With exit code 75 (EX_TEMPFAIL), schedulers and torchrun start the job again.
         self.exit_code = 3 if action == "hold" else 75
+
+
+class PoolError(WeftError):
+    """A pool's workers cannot be reached, or its folder cannot be written. Finished tasks are kept."""
+
+
+class TasksFailed(PoolError):
+    """Tasks of a pool failed after all retries. All other tasks have run.
+
+    Args:
+        text: the message, with tracebacks.
+        results: the result of each item, None for failed ones.
+        errors: the error by the index of its item.
+    """
+
+    exit_code = 1
+
+    def __init__(self, text: str, results: list[Any], errors: dict[int, str]):
+        super().__init__(text)
+        self.results, self.errors = results, errors
+
+    def __reduce__(self) -> tuple[type[TasksFailed], tuple[str, list[Any], dict[int, str]]]:
+        return type(self), (str(self), self.results, self.errors)
 
 
 class OutOfMemory(WeftError, MemoryError):

@@ -142,6 +142,18 @@ def test_killed_run_ends_with_equal_bits(undisturbed, times):
     assert sum(event["event"] == "start" for event in events) == len(kills) + 1, message
 
 
+def test_run_that_stops_at_steps_ends_with_equal_bits(undisturbed):
+    """`train.stop_at` stops at a step between two saves and evaluations, and the schedule keeps its length."""
+    tmp_path = undisturbed.path.parent
+    folder = finish(tmp_path, "stopped", "train.stop_at=13")
+    events = read_events(folder.events)
+    assert [event["step"] for event in events if event["event"] == "eval"] == [13]
+    assert [event["reason"] for event in events if event["event"] == "end"] == ["train.stop_at=13"]
+    assert finish(tmp_path, "stopped").path == folder.path
+    assert final_bytes(folder) == final_bytes(undisturbed)
+    assert [e["step"] for e in read_events(folder.events) if e["event"] == "eval"] == [13, 20, 40]
+
+
 @pytest.mark.full
 def test_death_during_a_save_never_leaves_a_valid_partial_checkpoint(undisturbed):
     """Save in the background at every step and kill all processes within a second of it."""

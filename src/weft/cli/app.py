@@ -38,6 +38,8 @@ VERBS = {
     "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt", "export"),
     "score": Verb("Compute log-likelihoods of texts and choices.", "weft.cli.score", "score"),
     "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.eval", "evaluate"),
+    "map": Verb("Call a function with each line of a file, on many workers.", "weft.cli.map", "map_items"),
+    "sweep": Verb("Search for good settings of a run.", "weft.cli.sweep", "sweep"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, import and delete checkpoints.", "weft.cli.ckpt", "app"),

@@ -256,6 +256,9 @@ class TrainSection(Section):
     max_time: Duration | None = None
     """Time limit such as 3h30m or 90s, counted from the start of the command. Before it expires, the run saves and
     stops with exit code 0; the same command resumes it. By default no limit."""
+    stop_at: PositiveInt | None = None
+    """Evaluate, save and stop after this step, with exit code 0. Schedules keep the length of `steps`, and the same
+    command with a later `stop_at`, or without it, continues exactly. By default the run goes on to its last step."""
     collect_every: Count = 50
     """Steps between runs of Python's garbage collector, at the same step on all ranks; 0: Python decides when, on each
     rank independently."""
@@ -291,6 +294,11 @@ class TrainSection(Section):
     a scale; tensorwise: each weight, and all tokens of a microbatch on a rank, have one, so that results depend on how
     the plan divides the batch."""
     early_stop: EarlyStopSection = EarlyStopSection()
+
+    @property
+    def last_step(self) -> int:
+        """Step after which this command stops."""
+        return min(self.steps, self.stop_at or self.steps)
 
     @property
     def profiled_steps(self) -> range:

@@ -239,7 +239,7 @@ class _RankRun:
             progress, notes = checkpoints.resume()
         if not others.rejoin(checkpoints, progress):
             return RunResult(progress.step, StopReason.REQUESTED.value)
-        if progress.step >= self.config.train.steps and not others.is_unsaved:
+        if progress.step >= self.config.train.last_step and not others.is_unsaved:
             if engine.replicas is not None:
                 engine.replicas.end()
             if is_first:
@@ -270,7 +270,8 @@ class _RankRun:
             times, shown = engine.reports.times(book, start_step), ""
             observers.recorder.on_phase("sampling")
             # Skip the sample output if a user stopped the run, to avoid a wait of some seconds.
-            if is_first and stop.reason not in (StopReason.REQUESTED, StopReason.ACTION) and not engine.wants_stop:
+            early = (StopReason.REQUESTED, StopReason.ACTION, StopReason.STOP_AT)
+            if is_first and stop.reason not in early and not engine.wants_stop:
                 with engine.pulse.doing("writes a sample"):
                     shown = self.task.show(self.folder, progress.step)
         except Exception as error:

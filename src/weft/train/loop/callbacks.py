@@ -28,6 +28,8 @@ class StopReason(enum.Enum):
     REQUESTED = "asked to stop"
     #: Stop for a request that the launcher handles after the ranks have ended.
     ACTION = "asked to {action} by {by}"
+    #: Stop at `train.stop_at`.
+    STOP_AT = "train.stop_at={step}"
     NO_IMPROVEMENT = "no better evaluation loss in {patience} evaluations"
     #: Stop because the other replicas, in separate process groups, have ended.
     OTHERS_ENDED = "the other replicas have ended"
@@ -105,8 +107,8 @@ class LoopState:
 
     @property
     def is_last(self) -> bool:
-        """True after the last step of the run."""
-        return self.step == self.config.train.steps
+        """True after the last step of the run or of this command."""
+        return self.step == self.config.train.last_step
 
     def is_due(self, every: int) -> bool:
         """Return True if something that happens every `every` steps is due now; 0 means never."""

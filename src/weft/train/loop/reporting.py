@@ -277,6 +277,9 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
         step: steps done.
         command: the command line of the user.
     """
+    train = task.config.train
+    if step < train.steps:
+        return [f"{folder.path}: {step} of {train.steps} steps are done, and train.stop_at={train.stop_at}."]
     told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
     return [
         f"{folder.path} is complete: {step} steps are done.",

@@ -91,7 +91,7 @@ class Trainer:
         self._loop.hooks.on_start(self.progress.step)
         self._loop.hooks.on_phase("compiling" if self.engine.plan.compile else "first step")
         with self._garbage:
-            stop = self._train() or Stop.of(StopReason.FINISHED)
+            stop = self._train() or self._stop_at_end()
         if self._requests.goes_back:
             self._saves.wait()  # do not save these weights
         elif (why := self._saves.save_last()) and not (self.parting and self.parting.action == "hold"):
@@ -99,6 +99,12 @@ class Trainer:
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}")
         self._end(str(stop))
         return stop
+
+    def _stop_at_end(self) -> Stop:
+        train = self.task.config.train
+        if train.last_step < train.steps:
+            return Stop.of(StopReason.STOP_AT, step=train.last_step)
+        return Stop.of(StopReason.FINISHED)
 
     def _halt(self, sentence: str) -> TrainingHalted:
         halt = self._saves.halt(sentence)
@@ -110,7 +116,7 @@ class Trainer:
         self._loop.hooks.on_end(self.progress.step, reason)
 
     def _train(self) -> Stop | None:
-        num_steps, stop = self.task.config.train.steps, None
+        num_steps, stop = self.task.config.train.last_step, None
         while stop is None and self.progress.step < num_steps:
             # A range of steps that are not skipped, unless an outer step changes the step.
             self.progress.step, end = next(step_ranges(self.progress.step, num_steps, self.left_out))
