@@ -286,6 +286,34 @@ def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
     return torch.nn.functional.grouped_mm(x_RD, weights_EFD.transpose(1, 2), offs=ends_E)
 
 
+def times_stack(experts: nn.Module, name: str, x_RD: Tensor, ends_E: Ends) -> Tensor:
+    """Compute the product of `grouped_linear` with a module's stack of weights, adapted or quantized or neither.
+
+    Args:
+        experts: the module of the experts.
+        name: name of its parameter.
+        x_RD: rows, by expert.
+        ends_E: cumulative row counts by expert, as returned by `host_group_ends` for all stacks of the module.
+    """
+    own: Any = getattr(experts, "times_adapted", None)
+    return grouped_linear(x_RD, getattr(experts, name), ends_E) if own is None else own(name, x_RD, ends_E)
+
+
+def run_gated(experts: Any, x_RD: Tensor, ends_E: Tensor) -> Tensor:
+    """Run transformers' experts of the form down(gate(x)) on rows sorted by expert; (R, D).
+
+    experts: a module for which `inspect.hugging_face.has_gated_experts` is True. ends_E: cumulative row counts.
+    """
+    ends = host_group_ends(ends_E, *stacks_of(experts))
+    hidden_RF = experts._apply_gate(times_stack(experts, "gate_up_proj", x_RD, ends))
+    return times_stack(experts, "down_proj", hidden_RF, ends)
+
+
+def stacks_of(experts: nn.Module) -> list[Tensor]:
+    """Return a module's stacked matrices, including those of its adapter."""
+    return [param for param in experts.parameters(recurse=False) if param.ndim == 3]
+
+
 def _kernel_choice(weights_EFD: Tensor) -> str:
     device, (_, dim_out, dim_in) = weights_EFD.device, weights_EFD.shape
     autocasts = torch.is_autocast_enabled(device.type)
@@ -472,9 +500,9 @@ class Experts(nn.Module):
 
     def run(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Run the experts on rows sorted by expert; (R, D). ends_E: cumulative row counts by expert."""
-        ends = host_group_ends(ends_E, self.gate_up, self.down)
-        gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends).chunk(2, -1)
-        return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends)
+        ends = host_group_ends(ends_E, *stacks_of(self))
+        gate_RF, up_RF = times_stack(self, "gate_up", x_RD, ends).chunk(2, -1)
+        return times_stack(self, "down", F.silu(gate_RF) * up_RF, ends)
 
 
 class MoE(nn.Module):

@@ -459,12 +459,12 @@ class _Packed:
 
 
 class PackedSource:
-    """A `StateSource` that quantizes some matrices of another source while they are read."""
+    """A `StateSource` that quantizes some matrices, or stacks of matrices, of another source while they are read."""
 
     def __init__(self, source: StateSource, names: list[str], kept: BaseFormat):
         self._source, self._kept = source, kept
         shapes = {name: source.entries[name].shape for name in names if name in source.entries}
-        self._packed = {name: _Packed((rows, kept.row_bytes(width))) for name, (rows, width) in shapes.items()}
+        self._packed = {name: _Packed((*lead, kept.row_bytes(width))) for name, (*lead, width) in shapes.items()}
 
     @property
     def entries(self) -> Mapping[str, SavedTensor]:
@@ -480,10 +480,9 @@ class PackedSource:
         if name not in self._packed:
             self._source.read(name, part, start, out)
             return
-        rows, width = self._source.entries[name].shape
-        line = part.local_shape[1]  # bytes per row of the part
+        line = part.local_shape[-1]  # bytes per row of the part
         at, end, per = start, start + len(out), self._kept.block_bytes
-        numbers = self._numbers(part, rows, width)
+        numbers = self._numbers(part, tuple(self._source.entries[name].shape))
         # Read complete rows, and drop the unneeded elements at both ends. Flat slices usually begin at a row.
         step = max(1, _AT_ONCE * per // line)
         while at < end:
@@ -494,14 +493,15 @@ class PackedSource:
             out[at - start : at - start + high - low] = some[low:high].numpy().data
             at += high - low
 
-    def _numbers(self, part: Part, rows: int, width: int) -> Part:
-        if part.rows is None or part.dim == 0:
-            return Part((rows, width), part.dim, part.rows)
-        per = self._kept.block_bytes
-        return Part((rows, width), 1, tuple((low // per * 64, min(high // per * 64, width)) for low, high in part.rows))
+    def _numbers(self, part: Part, shape: tuple[int, ...]) -> Part:
+        if part.rows is None or part.dim < len(shape) - 1:
+            return Part(shape, part.dim, part.rows)
+        per, width = self._kept.block_bytes, shape[-1]
+        rows = tuple((low // per * 64, min(high // per * 64, width)) for low, high in part.rows)
+        return Part(shape, part.dim, rows)
 
     def _rows(self, name: str, numbers: Part, first: int, last: int) -> torch.Tensor:
-        width = numbers.local_shape[1]
+        width = numbers.local_shape[-1]
         kind = torch_formats()[self._source.entries[name].dtype]
         stored = torch.empty((last - first) * width, dtype=kind)
         self._source.read(name, numbers, first * width, stored.view(torch.uint8).numpy().data)
@@ -514,6 +514,6 @@ def packed_source(model: nn.Module, source: StateSource) -> StateSource:
     Without an adapter on quantized weights, this is `source` itself.
     """
     record = adapted(model)
-    if record is None or not record.packed:
+    if record is None or not (packed := record.packed_weights()):
         return source
-    return PackedSource(source, [f"{path}.weight" for path in record.packed], BASE_FORMATS[record.base])
+    return PackedSource(source, list(packed), BASE_FORMATS[record.base])
