@@ -445,7 +445,7 @@ OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
     **{name: {"name": "adamw", "states": "fp8"} for name in ("adamw_8bit", "adamw_bnb_8bit")},
     "lion": {"name": "weft.optim.lion:Lion"},
     "adafactor": {"name": "torch.optim:Adafactor"},
-    "schedule_free": {"name": "schedulefree:AdamWScheduleFree"},
+    **{name: {"name": "weft.optim.schedule_free:ScheduleFreeAdamW"} for name in ("schedule_free", "schedule_free_adamw")},
     **{name.lower(): {"name": f"pytorch_optimizer:{name}"} for name in ("SOAP", "Shampoo", "CAME", "ADOPT")},
 }
 OptimizerName = Annotated[
@@ -463,7 +463,7 @@ class OptimizerSection(Section):
     name: Literal["adamw", "sgd", "muon"] | OptimizerName = "adamw"
     """Muon updates the matrices between embedding and head, AdamW all other parameters. Give any other optimizer class
     as package.module:Class. Other names are short for settings: adamw_torch and adamw_torch_fused are adamw; adamw_8bit
-    is adamw with states=fp8; lion is Weft's, adafactor torch's; soap, shampoo, came and adopt are classes of the
+    is adamw with states=fp8; lion and schedule_free are Weft's, adafactor torch's; soap, shampoo, came and adopt are classes of the
     package pytorch_optimizer (extra `optim`)."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""

@@ -35,6 +35,7 @@ from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import DataParallel, data_parallel, is_attached, originals
 from weft.parallel.state.materialize import allow_sharded_state
 from weft.parallel.zero.states import load_carried, local_wire_state
+from weft.train.averaged_weights import averaged_slices, load_trained
 from weft.train.state_io import COUNTS, SavedReplicas, replica_slices, resume_replicas
 
 #: Maximum number of elements of one weight in its digest.
@@ -235,6 +236,8 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
         # Number of state values per weight, of the masters' dtype. A user's optimizer class counts as AdamW.
         if optimizer.name == "sgd":
             states: float = int(group["momentum"] > 0)
+        elif "weight_lr_power" in group:  # the trained weights, in addition to the model's averages
+            states = 3
         else:
             states = 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
         num_values += states * sum(param.numel() for param in group["params"])
@@ -277,7 +280,9 @@ def _state_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
             yield SavedSlice.full(f"sync/{COUNTS}", counts)
         yield from (SavedSlice.full(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
         return
-    yield from written("model", (one for one in engine.model_slices() if one.name not in left_out), engine)
+    model_slices, trained = averaged_slices(engine, optimizer)
+    yield from written("model", (one for one in model_slices if one.name not in left_out), engine)
+    yield from written("trained", trained, engine)
     yield from written("optimizer", engine.state_slices(optimizer), engine)
     yield from written("seen", quantized_slices(engine), engine)
     yield from written("owed", engine.error_feedback.residual_slices(), engine)
@@ -355,6 +360,7 @@ def resume(
         ema.restore(GroupSource(checkpoint, "ema"), int(checkpoint.state["ema"]["num_updates"]))
     load_model(model, checkpoint)
     engine = data_parallel(model)
+    load_trained(engine, optimizer, GroupSource(checkpoint, "trained"))
     told, states = resume_replicas(model, optimizer, SavedReplicas(checkpoint, GroupSource))
     engine.load_states(optimizer, states)
     _match_formats(optimizer)

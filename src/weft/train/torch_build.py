@@ -23,6 +23,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.magnitudes import load_base
+from weft.train.averaged_weights import check_averages
 from weft.train.data_share import Batches, Share
 from weft.train.engine import EngineJob
 from weft.train.gpu_kernels import GpuKernels
@@ -72,9 +73,11 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
         _lay_out(job, mesh, second.requires_grad_(False), task.second_weights(second), reads=True)
 
     replicas = None if job.world is None else OtherWorlds(job, job.world, mesh, model, rank.group)
+    optimizer = build_optimizer(model.named_parameters(), config.full_optimizer, config.seed)
+    check_averages(mesh.plan, optimizer)
     step = TrainStep(
         model,
-        build_optimizer(model.named_parameters(), config.full_optimizer, config.seed),
+        optimizer,
         task.loss,
         mesh,
         forward=task.forward,

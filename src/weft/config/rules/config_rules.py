@@ -52,6 +52,27 @@ class ConfigRule:
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
+def averages_problem(plan: Plan) -> str | None:
+    """Return why averaged weights cannot replace the trained ones for evaluations under a plan, or None if they can."""
+    if plan.gather != "none":
+        return (
+            f"gather={plan.gather} encodes the weights that ranks exchange, so evaluating averages would change the "
+            "trained ones. Leave gather out, or use optimizer.name=adamw."
+        )
+    if plan.sync != "step":
+        return (
+            f"sync={plan.sync} averages the replicas' weights, and each replica would evaluate another average. Use "
+            "sync=step, or optimizer.name=adamw."
+        )
+    return None
+
+
+def _expected_plan(config: RunConfig) -> Plan:
+    found = _plan(config)
+    assert found is not None, "the rule's predicate is false without a plan"
+    return found[0]
+
+
 def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
     """Return the plan and its open axis, or None if the planner chooses the plan or it cannot be read."""
     try:
@@ -419,7 +440,30 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         predicate=lambda config: config.optimizer.name.startswith(("schedulefree", "pytorch_optimizer:ScheduleFree")),
         message=lambda config: (
             f"{config.optimizer.name}: it evaluates an average of the weights that it trains, and Weft evaluates and "
-            "saves the trained ones. Use optimizer.name=adamw with schedule.kind=wsd."
+            "saves the trained ones. Use optimizer.name=schedule_free, which is Weft's."
+        ),
+    ),
+    ConfigRule(
+        name="averages-are-of-one-set-of-weights",
+        keys=("optimizer.name", "plan"),
+        reason="Evaluations put the averages of schedule_free into the model and restore the trained weights exactly.",
+        predicate=lambda config: (
+            config.optimizer.name.endswith(":ScheduleFreeAdamW")
+            and (found := _plan(config)) is not None
+            and averages_problem(found[0]) is not None
+        ),
+        message=lambda config: f"schedule_free: {averages_problem(_expected_plan(config))}",
+    ),
+    ConfigRule(
+        name="averages-need-no-decay",
+        keys=("schedule.kind", "optimizer.name"),
+        reason="A schedule-free optimizer averages weights instead of lowering the rate.",
+        predicate=lambda config: (
+            config.optimizer.name.endswith(":ScheduleFreeAdamW") and config.schedule.kind != "constant"
+        ),
+        message=lambda config: (
+            f"{config.schedule.kind}: optimizer.name=schedule_free averages the weights of a constant rate. Use "
+            "schedule.kind=constant, with warmup if wanted."
         ),
     ),
     ConfigRule(
