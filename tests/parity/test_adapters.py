@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -105,7 +103,9 @@ def _differing_packed(texts, ranks):
     chosen = [Cell(name, Plan.parse(f"{text} precision=fp64")) for name, some in texts.items() for text in some]
     subjects = {name: packed_subjects()[name] for name in texts}
     references = {
-        one.case: train_case("precision=fp64", one.case) if name in ("nf4-experts", "int8-stacks-own") else train_plain(one.case)
+        one.case: train_case("precision=fp64", one.case)
+        if name in ("nf4-experts", "int8-stacks-own")
+        else train_plain(one.case)
         for name, one in subjects.items()
     }
     return differing(chosen, subjects, references, ranks)

@@ -40,9 +40,16 @@ CASES = [
     ("optimizer-classes-have-options", ["optimizer.name=lion", "optimizer.betas=[0.9, 0.98]"],
      "optimizer.betas=[0.9, 0.98]: optimizer.name=weft.optim.lion:Lion does not read betas, eps and states. Set "
      "optimizer.options, such as {betas = [0.9, 0.99]}, or leave them out."),
-    ("one-set-of-weights", ["optimizer.name=schedule_free"],
+    ("one-set-of-weights", ["optimizer.name=schedulefree:AdamWScheduleFree"],
      "optimizer.name=schedulefree:AdamWScheduleFree: it evaluates an average of the weights that it trains, and Weft "
-     "evaluates and saves the trained ones. Use optimizer.name=adamw with schedule.kind=wsd."),
+     "evaluates and saves the trained ones. Use optimizer.name=schedule_free, which is Weft's."),
+    ("averages-need-no-decay", ["optimizer.name=schedule_free"],
+     "schedule.kind=cosine: optimizer.name=schedule_free averages the weights of a constant rate. Use "
+     "schedule.kind=constant, with warmup if wanted."),
+    ("averages-are-of-one-set-of-weights",
+     ["optimizer.name=schedule_free", "schedule.kind=constant", "plan=dp_replicate=2 sync=average:4"],
+     "optimizer.name=schedule_free: sync=average:4 averages the replicas' weights, and each replica would evaluate "
+     "another average. Use sync=step, or optimizer.name=adamw."),
     ("measured-kernels-vary", ["train.deterministic=true", "kernels.convolutions=measured"],
      "train.deterministic=true: kernels.convolutions=measured may choose other algorithms in each run. Use "
      "kernels.convolutions=guessed."),

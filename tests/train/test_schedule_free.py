@@ -21,7 +21,14 @@ from weft.verify.parity import DecoderCase, local_microbatches
 
 CASE = DecoderCase(LLAMA)
 HALF, STEPS = 2, 4
-PLANS = ("dp_replicate=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2 sp=on", "pp=2 microbatches=2")
+PLANS = (
+    "dp_replicate=2",
+    "dp_shard=2 zero=2",
+    "dp_shard=2 zero=1 offload=optimizer",
+    "dp_shard=2 zero=3",
+    "tp=2 sp=on",
+    "pp=2 microbatches=2",
+)
 
 
 def test_weights_equal_the_formula_of_the_paper():

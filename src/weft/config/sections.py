@@ -445,7 +445,10 @@ OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
     **{name: {"name": "adamw", "states": "fp8"} for name in ("adamw_8bit", "adamw_bnb_8bit")},
     "lion": {"name": "weft.optim.lion:Lion"},
     "adafactor": {"name": "torch.optim:Adafactor"},
-    **{name: {"name": "weft.optim.schedule_free:ScheduleFreeAdamW"} for name in ("schedule_free", "schedule_free_adamw")},
+    **{
+        name: {"name": "weft.optim.schedule_free:ScheduleFreeAdamW"}
+        for name in ("schedule_free", "schedule_free_adamw")
+    },
     **{name.lower(): {"name": f"pytorch_optimizer:{name}"} for name in ("SOAP", "Shampoo", "CAME", "ADOPT")},
 }
 OptimizerName = Annotated[

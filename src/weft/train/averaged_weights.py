@@ -17,9 +17,7 @@ from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel, data_parallel
 
 
-def averaged_slices(
-    engine: DataParallel, optimizer: torch.optim.Optimizer
-) -> tuple[list[FlatSlice], list[FlatSlice]]:
+def averaged_slices(engine: DataParallel, optimizer: torch.optim.Optimizer) -> tuple[list[FlatSlice], list[FlatSlice]]:
     """Return the model's slices for checkpoints, with averages as values, and the slices of the trained weights.
 
     The second list is empty if the optimizer evaluates the weights that it trains, and before its first step. Local; no
