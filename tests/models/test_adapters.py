@@ -16,7 +16,7 @@ from weft.models.adapters import adapted, add_adapter, merge_adapter, merged_ten
 from weft.models.initialize import initialise
 from weft.models.inspect import layers
 from weft.models.inspect.find_layout import find_layout
-from weft.models.peft_files import load_adapter, save_adapter
+from weft.models.peft_files import adapter_values, load_adapter, save_adapter
 from weft.models.registry import build_decoder
 
 #: peft uses a name that transformers deprecated.
@@ -434,3 +434,21 @@ def test_adapter_without_a_format_creates_no_folder(tmp_path):
     with pytest.raises(ModelError, match="peft has no format for magnitudes"):
         save_adapter(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_values_of_an_adapter_are_read_for_a_model_with_one_of_the_same_kind(tmp_path):
+    build, settings = MORE["mixtral"]
+    model = noised(add_adapter(build(), rank=3, **settings))
+    save_adapter(model, tmp_path)
+    other = add_adapter(build(), rank=3, **settings)
+    found = adapter_values(other, tmp_path)
+    own = dict(model.named_parameters())
+    assert found.keys() == {name for name, param in own.items() if param.requires_grad}
+    assert all(torch.equal(found[name], own[name]) for name in found)
+    with pytest.raises(CheckpointError, match="its rank is 3, and 4 is set. Use rank=3"):
+        adapter_values(add_adapter(build(), rank=4, **settings), tmp_path)
+    with pytest.raises(CheckpointError, match="is of a layer without an adapter. Add the layer to targets"):
+        adapter_values(add_adapter(build(), rank=3, alpha=6, kind="rslora", targets=["q_proj"]), tmp_path)
+    with pytest.raises(CheckpointError, match="it has no .*lora_A.*Use the targets that it was trained on"):
+        wide = {**settings, "targets": [*settings["targets"], "k_proj"]}
+        adapter_values(add_adapter(build(), rank=3, **wide), tmp_path)

@@ -30,6 +30,9 @@ CASES = [
     ("packed-base-has-a-folder", ["adapter.rank=4", "adapter.base=nf4"],
      "adapter.base=nf4: weights are quantized while a folder is read, and model.path is not set. Set model.path to a "
      "Hugging Face folder, or use adapter.base=stored."),
+    ("reference-has-no-started-adapter", ["adapter.rank=4", "adapter.start=sft", "task.name=prefer", "model.path=base"],
+     "adapter.start=sft: the reference of task=prefer is the model without an adapter. Merge the adapter into "
+     "model.path first (weft export RUN FOLDER --merge), and leave adapter.start out."),
     ("packed-base-has-no-dora", ["adapter.rank=4", "adapter.base=int8", "adapter.kind=dora", "model.path=base"],
      "adapter.base=int8: adapter.kind=dora divides by norms of unquantized weights. Use adapter.kind=lora, or "
      "adapter.base=stored."),

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: its formula, and trained and averaged weights under every plan, in evaluations and checkpoints."""
+"""Schedule-free AdamW: its formula, and its weights under every plan, in evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -99,9 +99,10 @@ def test_weights_and_averages_match_one_process_and_resume_under_another_plan(tm
     second, second_average = alone.train(HALF, STEPS), alone.loss_of_averages()
     assert abs(first_average - second_average) > 1e-6
     for place, plan in enumerate(PLANS):
-        for losses, average, path in ranks2.run(halves, plan, str(tmp_path / str(place))):
+        found = ranks2.run(halves, plan, str(tmp_path / str(place)))
+        for losses, average, _ in found:
             assert [*losses, average] == pytest.approx([*first, first_average], rel=1e-9), plan
-        stored = load_checkpoint(path).tensors("model")
+        stored = load_checkpoint(found[0][2]).tensors("model")
         for name, tensor in averages.items():
             torch.testing.assert_close(stored[name], tensor, rtol=1e-9, atol=1e-12)
     for place, plan in enumerate(PLANS):

@@ -1,7 +1,7 @@
 """Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682): gradients at interpolated weights, and their average.
 
-The parameters are y, at which gradients are computed. The state has z, the weights of the base optimizer. The average x,
-which evaluations, texts and exports use, follows from y = (1 - beta) z + beta x. The rate needs no decay, so use a
+The parameters are y, at which gradients are computed. The state has z, the weights of the base optimizer. The average
+x, which evaluations, texts and exports use, follows from y = (1 - beta) z + beta x. The rate needs no decay, so use a
 constant schedule after the warmup.
 """
 

@@ -312,6 +312,16 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         ),
     ),
     ConfigRule(
+        name="reference-has-no-started-adapter",
+        keys=("adapter.start", "task.name"),
+        reason="The reference of these tasks is the model without its adapter, which is not where training starts.",
+        predicate=lambda config: bool(config.adapter.start) and config.task.name in ("prefer", "grpo"),
+        message=lambda config: (
+            f"{config.adapter.start}: the reference of task={config.task.name} is the model without an adapter. Merge "
+            "the adapter into model.path first (weft export RUN FOLDER --merge), and leave adapter.start out."
+        ),
+    ),
+    ConfigRule(
         name="packed-base-has-no-dora",
         keys=("adapter.base", "adapter.kind"),
         reason="DoRA divides by norms of the weights, which quantized weights do not provide.",
