@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.experts import Ends, grouped_linear
+from weft.models.experts import Ends, by_row, grouped_linear
 from weft.models.quantized_linear import BaseFormat
 from weft.private_torch import Function, storage_key
 
@@ -36,45 +36,54 @@ class PackedStack:
         return self.kept.unpack(packed, self.width, dtype or torch.promote_types(self.dtype, torch.float32))
 
 
-def packed_product(x_RD: Tensor, packed: Tensor, form: PackedStack, ends_E: Ends) -> Tensor:
+def packed_product(x_RD: Tensor, packed: Tensor, form: PackedStack, ends_E: Ends, is_transposed: bool) -> Tensor:
     """Compute x @ w[e].T for the rows of each expert e; (R, F). Only one expert is dequantized at a time.
 
     Args:
         x_RD: rows, by expert.
-        packed: quantized weights, (E, F, bytes).
+        packed: quantized weights, (E, F, bytes), or (E, D, bytes) if transposed.
         form: their format.
         ends_E: cumulative row counts by expert.
+        is_transposed: layout of the weights.
     """
     if torch.is_autocast_enabled(x_RD.device.type):
         x_RD = x_RD.to(torch.get_autocast_dtype(x_RD.device.type))
-    return _PackedLoop.apply(x_RD, packed, form, ends_E.tolist() if isinstance(ends_E, Tensor) else ends_E)
+    ends = ends_E.tolist() if isinstance(ends_E, Tensor) else ends_E
+    return _PackedLoop.apply(x_RD, packed, form, ends, is_transposed)
 
 
 class _PackedLoop(Function):
     """Matmuls of one expert at a time, also of experts without rows, for the reason that `experts._Loop` gives."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, packed: Tensor, form: PackedStack, ends: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any, x_RD: Tensor, packed: Tensor, form: PackedStack, ends: Sequence[int], is_transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(packed)
+        ctx.is_transposed = is_transposed
         ctx.form, ctx.sizes = form, [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         parts = [
-            torch.mm(rows, _weight(packed[expert], form, rows).t()) for expert, rows in enumerate(x_RD.split(ctx.sizes))
+            torch.mm(rows, _weight(packed[expert], form, rows, is_transposed).t())
+            for expert, rows in enumerate(x_RD.split(ctx.sizes))
         ]
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         [packed] = ctx.saved_tensors
         rows = grads[0].split(ctx.sizes)
-        parts = [torch.mm(some, _weight(packed[expert], ctx.form, some)) for expert, some in enumerate(rows)]
-        return torch.cat(parts), None, None, None
+        parts = [
+            torch.mm(some, _weight(packed[expert], ctx.form, some, ctx.is_transposed))
+            for expert, some in enumerate(rows)
+        ]
+        return torch.cat(parts), None, None, None, None
 
 
-def _weight(packed: Tensor, form: PackedStack, rows: Tensor) -> Tensor:
-    """Return one expert's weights for a matmul with `rows`. They stay undefined if there are no rows."""
-    if not rows.shape[0]:
-        return rows.new_empty(packed.shape[0], form.width)
-    return form.unpack(packed, rows.dtype)
+def _weight(packed: Tensor, form: PackedStack, rows: Tensor, is_transposed: bool) -> Tensor:
+    """Return one expert's weights, (F, D), for a matmul with `rows`. They stay undefined if there are no rows."""
+    has_rows = rows.shape[0] > 0
+    weight = form.unpack(packed, rows.dtype) if has_rows else rows.new_empty(packed.shape[0], form.width)
+    return weight.t() if is_transposed else weight
 
 
 def is_low_rank_cheaper(rows: int, stored: Tensor, rank: int) -> bool:
@@ -117,10 +126,7 @@ def output_norms(stored: Tensor, own: Mapping[str, Tensor], scale: float) -> Ten
 
 def times_by_expert(product_RF: Tensor, factor_EF: Tensor, ends: Ends) -> Tensor:
     """Multiply each row by the factors of its expert."""
-    ends = ends if isinstance(ends, Tensor) else torch.tensor(ends, device=product_RF.device)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    rows = factor_EF.repeat_interleave(counts, dim=0, output_size=product_RF.shape[0])
-    return product_RF * rows.to(product_RF.dtype)
+    return product_RF * by_row(factor_EF, ends, len(product_RF)).to(product_RF.dtype)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ E experts, R rank.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,23 +94,28 @@ class AdaptedExperts(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the experts' own forward with adapted weights, also if it is called without `__call__`."""
         if hugging_face.has_gated_experts(self):
-            return self._gated(*args, **kwargs)
+            given = inspect.signature(super().forward).bind(*args, **kwargs).arguments
+            return self._gated(*given.values())
         return self._merged_in(super().forward, args, kwargs)
 
     @uncompiled
-    def _gated(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute what transformers' gated experts do, (M, D), without the matrices B A. Parameters have its names."""
-        order = sort_by_expert(top_k_index, layers.num_experts(type(self).__name__, self), drops=False)
-        rows_RD = run_gated(self, scatter_rows(hidden_states, order), order.ends_E)
-        return combine_rows(rows_RD, top_k_weights, order)
+    def _gated(self, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
+        """Compute what transformers' gated experts do, (M, D), without the matrices B A."""
+        order = sort_by_expert(ids_MK, layers.num_experts(type(self).__name__, self), drops=False)
+        return combine_rows(run_gated(self, scatter_rows(x_MD, order), order.ends_E), weights_MK, order)
 
     def times_adapted(self, name: str, x_RD: Tensor, ends: Ends) -> Tensor:
         """Return the product of rows sorted by expert with an adapted or quantized stack: `experts.times_stack`."""
         stored: Tensor = super().__getattr__(name)
         form, own, scale = self._weft_packed.get(name), self._adapter_of(name), self._weft_adapter.scale
-        if own and form is None and not is_low_rank_cheaper(x_RD.shape[0], stored, self._weft_adapter.rank):
-            return grouped_linear(x_RD, merged_stack(scale, stored, own, False), ends)
-        plain = grouped_linear(x_RD, stored, ends) if form is None else packed_product(x_RD, stored, form, ends)
+        is_transposed = bool(getattr(self, "is_transposed", False))
+        if form is None:
+            stored = stored.mT if is_transposed else stored
+            if own and not is_low_rank_cheaper(x_RD.shape[0], stored, self._weft_adapter.rank):
+                return grouped_linear(x_RD, merged_stack(scale, stored, own, False), ends)
+            plain = grouped_linear(x_RD, stored, ends)
+        else:
+            plain = packed_product(x_RD, stored, form, ends, is_transposed)
         if not own:
             return plain
         product = add_adapter_product(plain, x_RD, own, scale, ends)

@@ -296,7 +296,10 @@ def times_stack(experts: nn.Module, name: str, x_RD: Tensor, ends_E: Ends) -> Te
         ends_E: cumulative row counts by expert, as returned by `host_group_ends` for all stacks of the module.
     """
     own: Any = getattr(experts, "times_adapted", None)
-    return grouped_linear(x_RD, getattr(experts, name), ends_E) if own is None else own(name, x_RD, ends_E)
+    if own is not None:
+        return own(name, x_RD, ends_E)
+    weights: Tensor = getattr(experts, name)
+    return grouped_linear(x_RD, weights.mT if getattr(experts, "is_transposed", False) else weights, ends_E)
 
 
 def run_gated(experts: Any, x_RD: Tensor, ends_E: Tensor) -> Tensor:
@@ -305,8 +308,24 @@ def run_gated(experts: Any, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     experts: a module for which `inspect.hugging_face.has_gated_experts` is True. ends_E: cumulative row counts.
     """
     ends = host_group_ends(ends_E, *stacks_of(experts))
-    hidden_RF = experts._apply_gate(times_stack(experts, "gate_up_proj", x_RD, ends))
-    return times_stack(experts, "down_proj", hidden_RF, ends)
+    hidden_RF = experts._apply_gate(
+        _with_bias(experts, "gate_up_proj", times_stack(experts, "gate_up_proj", x_RD, ends), ends_E)
+    )
+    return _with_bias(experts, "down_proj", times_stack(experts, "down_proj", hidden_RF, ends), ends_E)
+
+
+def _with_bias(experts: Any, name: str, product_RF: Tensor, ends_E: Tensor) -> Tensor:
+    """Add the experts' biases, if any, to a product of their stack `name`."""
+    if not experts.has_bias:
+        return product_RF
+    return product_RF + by_row(getattr(experts, f"{name}_bias"), ends_E, len(product_RF)).to(product_RF.dtype)
+
+
+def by_row(values_EF: Tensor, ends_E: Ends, num_rows: int) -> Tensor:
+    """Return the values of each row's expert, (R, F). ends_E: cumulative row counts by expert."""
+    ends = ends_E if isinstance(ends_E, Tensor) else torch.tensor(ends_E, device=values_EF.device)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    return values_EF.repeat_interleave(counts, dim=0, output_size=num_rows)
 
 
 def stacks_of(experts: nn.Module) -> list[Tensor]:
