@@ -20,6 +20,7 @@ from weft.models.adapters_experts import (
     AdaptedExperts,
     AdapterKind,
     adapt_stacks,
+    check_kind,
     chosen_stacks,
     merge_stack,
     pack_stacks,
@@ -294,8 +295,6 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 # Adds an adapter to a model's linear layers and freezes all else.
 
-KINDS = ("lora", "rslora", "dora")
-
 
 def add_adapter(
     model: nn.Module,
@@ -353,7 +352,7 @@ def add_adapter(
     if base != "stored":
         if kind == "dora":
             raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
-        _check(adapter)
+        check_kind(adapter)
         packed = pack_layers(model, usable, base)
     adapt_layers(model, chosen, adapter, seed, stacks)
     if base != "stored":
@@ -410,7 +409,7 @@ def adapt_layers(
     Raises:
         ModelError: if a setting of the adapter is unknown or out of range.
     """
-    _check(adapter)
+    check_kind(adapter)
     for param in model.parameters():
         param.requires_grad_(False)
     for path, layer in chosen.items():
@@ -419,17 +418,6 @@ def adapt_layers(
     transposed = {path: layers.is_transposed(layer) for path, layer in chosen.items()}
     note_adapted(model, Adapted(adapter, transposed, experts=dict(stacks or {})))
     return model
-
-
-def _check(adapter: AdapterKind) -> None:
-    if adapter.kind not in KINDS:
-        raise ModelError(f"kind={adapter.kind!r}: an adapter is one of {', '.join(KINDS)}. Use kind='lora'.")
-    if adapter.rank < 1:
-        raise ModelError(f"rank={adapter.rank}: an adapter has a rank of at least 1. Use rank=16.")
-    if not 0 <= adapter.dropout < 1:
-        raise ModelError(f"dropout={adapter.dropout}: the share dropped is at least 0 and below 1. Use dropout=0.05.")
-    if not adapter.alpha > 0:
-        raise ModelError(f"alpha={adapter.alpha:g}: it must be above 0. Use alpha={2 * adapter.rank}.")
 
 
 def chosen_layers(model: nn.Module, targets: Sequence[str] = (), *, optional: bool = False) -> dict[str, nn.Module]:

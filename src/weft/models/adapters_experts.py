@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.errors import ModelError
 from weft.models.adapted_products import (
     MadeWeights,
     PackedStack,
@@ -42,6 +43,7 @@ from weft.models.quantized_linear import BASE_FORMATS
 from weft.models.token_rows import fits
 from weft.private_torch import uncompiled
 
+KINDS = ("lora", "rslora", "dora")
 #: Ends of the names of an adapter's parameters, after the name of the adapted one.
 EXPERT_PARAMS = ("_lora_A", "_lora_B", "_lora_magnitude")
 
@@ -77,6 +79,18 @@ class AdapterKind:
         return shapes | ({"lora_magnitude": (outputs,)} if self.kind == "dora" else {})
 
 
+def check_kind(adapter: AdapterKind) -> None:
+    """Raise ModelError if a setting of an adapter is unknown or out of range."""
+    if adapter.kind not in KINDS:
+        raise ModelError(f"kind={adapter.kind!r}: an adapter is one of {', '.join(KINDS)}. Use kind='lora'.")
+    if adapter.rank < 1:
+        raise ModelError(f"rank={adapter.rank}: an adapter has a rank of at least 1. Use rank=16.")
+    if not 0 <= adapter.dropout < 1:
+        raise ModelError(f"dropout={adapter.dropout}: the share dropped is at least 0 and below 1. Use dropout=0.05.")
+    if not adapter.alpha > 0:
+        raise ModelError(f"alpha={adapter.alpha:g}: it must be above 0. Use alpha={2 * adapter.rank}.")
+
+
 class AdaptedExperts(nn.Module):
     """Module of stacked experts, adapted or quantized. `replace_class` combines this class with the module's own."""
 
@@ -93,7 +107,9 @@ class AdaptedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the experts' own forward with adapted weights, also if it is called without `__call__`."""
-        if hugging_face.has_gated_experts(self):
+        # `inspect` traces with batched_mm, whose shapes do not depend on values.
+        is_batched = getattr(getattr(self, "config", None), "_experts_implementation", None) == "batched_mm"
+        if hugging_face.has_gated_experts(self) and not is_batched:
             given = inspect.signature(super().forward).bind(*args, **kwargs).arguments
             return self._gated(*given.values())
         return self._merged_in(super().forward, args, kwargs)
@@ -106,7 +122,8 @@ class AdaptedExperts(nn.Module):
 
     def times_adapted(self, name: str, x_RD: Tensor, ends: Ends) -> Tensor:
         """Return the product of rows sorted by expert with an adapted or quantized stack: `experts.times_stack`."""
-        stored: Tensor = super().__getattr__(name)
+        look: Callable[[str], Any] = super().__getattr__
+        stored: Tensor = look(name)
         form, own, scale = self._weft_packed.get(name), self._adapter_of(name), self._weft_adapter.scale
         is_transposed = bool(getattr(self, "is_transposed", False))
         if form is None:
@@ -127,7 +144,7 @@ class AdaptedExperts(nn.Module):
         """Return the adapter's parameters on a stack by the ends of their names, or {} without one or if it is off."""
         if not self._weft_is_on or name not in self._weft_stacks:
             return {}
-        look = super().__getattr__
+        look: Callable[[str], Any] = super().__getattr__
         ends = EXPERT_PARAMS if self._weft_adapter.kind == "dora" else EXPERT_PARAMS[:2]
         return {end: look(f"{name}{end}") for end in ends}
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.config.plan import Plan
-from weft.config.rules.config_rules import averages_problem
+from weft.config.rules.optimizer_rules import averages_problem
 from weft.errors import PlanError, Problem
 from weft.optim.schedule_free import ScheduleFreeAdamW
 from weft.parallel.state.flat_slices import FlatSlice, StateSource

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from weft.config.cluster import DeviceSpec
 from weft.config.decoder_shape import DecoderSpec
@@ -13,72 +13,19 @@ from weft.config.model_spec import resolve_decoder
 from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
 from weft.config.plan_text import is_auto
+from weft.config.rules.config_rule import ConfigRule, plan_of
 from weft.config.rules.monitor_rules import watch_problems
+from weft.config.rules.optimizer_rules import OPTIMIZER_RULES
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
 from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
-from weft.config.sections import TRAINS, AdapterSection, OptimizerSection
+from weft.config.sections import TRAINS, AdapterSection
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigRule:
-    """A constraint on a config.
-
-    Attributes:
-        keys: the dotted keys that the rule reads; the first one is reported as the problem.
-        reason: one sentence that explains the rule for every config.
-        predicate: True if the config breaks the rule.
-        message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and the equals sign.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    reason: str
-    predicate: Callable[[RunConfig], bool]
-    message: str | Callable[[RunConfig], str]
-
-    def check(self, config: RunConfig) -> Problem | None:
-        """Return the problem, or None if the config satisfies the rule."""
-        if not self.predicate(config):
-            return None
-        message = self.message if isinstance(self.message, str) else self.message(config)
-        return Problem(self.keys[0], f"{self.keys[0]}={message}")
-
 
 # Rules for configs whose replicas are separate process groups (`launch.replicas_apart`).
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
-
-
-def averages_problem(plan: Plan) -> str | None:
-    """Return why averaged weights cannot replace the trained ones for evaluations under a plan, or None if they can."""
-    if plan.gather != "none":
-        return (
-            f"gather={plan.gather} encodes the weights that ranks exchange, so evaluating averages would change the "
-            "trained ones. Leave gather out, or use optimizer.name=adamw."
-        )
-    if plan.sync != "step":
-        return (
-            f"sync={plan.sync} averages the replicas' weights, and each replica would evaluate another average. Use "
-            "sync=step, or optimizer.name=adamw."
-        )
-    return None
-
-
-def _expected_plan(config: RunConfig) -> Plan:
-    found = _plan(config)
-    assert found is not None, "the rule's predicate is false without a plan"
-    return found[0]
-
-
-def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
-    """Return the plan and its open axis, or None if the planner chooses the plan or it cannot be read."""
-    try:
-        return None if is_auto(config.plan) else Plan.read_open(config.plan)
-    except PlanError:
-        return None
 
 
 APART_RULES: tuple[ConfigRule, ...] = (
@@ -88,7 +35,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         reason="Only replicas that synchronize every H steps can be separate, so the plan needs sync=diloco:H.",
         predicate=lambda config: (
             config.launch.replicas_apart
-            and (found := _plan(config)) is not None
+            and (found := plan_of(config)) is not None
             and (found[0].sync == "step" or (found[0].dp_replicate == 1 and found[1] != "dp_replicate"))
         ),
         message=lambda config: (
@@ -101,7 +48,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.replicas_apart", "plan"),
         reason="Separate replicas synchronize the full model together, so they cannot stream fragments.",
         predicate=lambda config: (
-            config.launch.replicas_apart and (found := _plan(config)) is not None and found[0].sync_fragments > 0
+            config.launch.replicas_apart and (found := plan_of(config)) is not None and found[0].sync_fragments > 0
         ),
         message=lambda config: (
             f"true: the plan {config.plan!r} streams fragments, and separate replicas synchronize the full model "
@@ -113,7 +60,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.replicas_apart", "plan"),
         reason="A replica that misses a synchronization would add its error feedback to weights that have changed.",
         predicate=lambda config: (
-            config.launch.replicas_apart and (found := _plan(config)) is not None and keeps_residual(found[0])
+            config.launch.replicas_apart and (found := plan_of(config)) is not None and keeps_residual(found[0])
         ),
         message=lambda config: (
             f"true: the plan {config.plan!r} adds its compression error to the next synchronization, which a separate "
@@ -186,7 +133,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         reason="Replicas are counted from 0 to dp_replicate - 1.",
         predicate=lambda config: (
             config.launch.replica is not None
-            and (found := _plan(config)) is not None
+            and (found := plan_of(config)) is not None
             and found[1] is None
             and config.launch.replica >= found[0].dp_replicate
         ),
@@ -200,7 +147,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.replica", "plan"),
         reason="Machines that each start one replica need the same plan, so it must not depend on their devices.",
         predicate=lambda config: (
-            config.launch.replica is not None and (found := _plan(config)) is not None and found[1] is not None
+            config.launch.replica is not None and (found := plan_of(config)) is not None and found[1] is not None
         ),
         message=lambda config: (
             f"{config.launch.replica}: the plan {config.plan!r} has an axis '*', and this machine has only one "
@@ -416,99 +363,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         predicate=lambda config: bool(_layout_problem(config)),
         message=lambda config: f"{config.layout}: {_layout_problem(config)}",
     ),
-    ConfigRule(
-        name="options-are-of-a-class",
-        keys=("optimizer.options", "optimizer.name"),
-        reason="Only an optimizer set as package.module:Class has options; adamw, sgd and muon have named settings.",
-        predicate=lambda config: bool(config.optimizer.options) and not config.optimizer.is_foreign,
-        message=lambda config: (
-            f"{shown(config.optimizer.options)}: only an optimizer set as package.module:Class has options, and "
-            f"optimizer.name is {config.optimizer.name}. Set optimizer.betas, eps or momentum instead, or use a "
-            "class."
-        ),
-    ),
-    ConfigRule(
-        name="optimizer-classes-have-options",
-        keys=("optimizer.betas", "optimizer.eps", "optimizer.states", "optimizer.name"),
-        reason="These settings are Weft's own optimizers', and a class has options of its own.",
-        predicate=lambda config: (
-            config.optimizer.is_foreign
-            and any(
-                getattr(config.optimizer, name) != OptimizerSection.model_fields[name].default
-                for name in ("betas", "eps", "states")
-            )
-        ),
-        message=lambda config: (
-            f"{shown(config.optimizer.betas)}: optimizer.name={config.optimizer.name} does not read betas, eps and "
-            "states. Set optimizer.options, such as {betas = [0.9, 0.99]}, or leave them out."
-        ),
-    ),
-    ConfigRule(
-        name="one-set-of-weights",
-        keys=("optimizer.name",),
-        reason="Evaluations and checkpoints use the trained weights, and schedule-free optimizers need other ones.",
-        predicate=lambda config: config.optimizer.name.startswith(("schedulefree", "pytorch_optimizer:ScheduleFree")),
-        message=lambda config: (
-            f"{config.optimizer.name}: it evaluates an average of the weights that it trains, and Weft evaluates and "
-            "saves the trained ones. Use optimizer.name=schedule_free, which is Weft's."
-        ),
-    ),
-    ConfigRule(
-        name="averages-are-of-one-set-of-weights",
-        keys=("optimizer.name", "plan"),
-        reason="Evaluations put the averages of schedule_free into the model and restore the trained weights exactly.",
-        predicate=lambda config: (
-            config.optimizer.name.endswith(":ScheduleFreeAdamW")
-            and (found := _plan(config)) is not None
-            and averages_problem(found[0]) is not None
-        ),
-        message=lambda config: f"schedule_free: {averages_problem(_expected_plan(config))}",
-    ),
-    ConfigRule(
-        name="averages-need-no-decay",
-        keys=("schedule.kind", "optimizer.name"),
-        reason="A schedule-free optimizer averages weights instead of lowering the rate.",
-        predicate=lambda config: (
-            config.optimizer.name.endswith(":ScheduleFreeAdamW") and config.schedule.kind != "constant"
-        ),
-        message=lambda config: (
-            f"{config.schedule.kind}: optimizer.name=schedule_free averages the weights of a constant rate. Use "
-            "schedule.kind=constant, with warmup if wanted."
-        ),
-    ),
-    ConfigRule(
-        name="momentum-is-of-sgd-and-muon",
-        keys=("optimizer.momentum", "optimizer.name"),
-        reason="Other optimizers have no such setting.",
-        predicate=lambda config: config.optimizer.momentum is not None and config.optimizer.name not in ("sgd", "muon"),
-        message=lambda config: (
-            f"{config.optimizer.momentum}: optimizer.name={config.optimizer.name} does not read it. Leave it out, or "
-            "use optimizer.name=sgd or muon."
-        ),
-    ),
-    ConfigRule(
-        name="nesterov-is-of-sgd",
-        keys=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
-        reason="Nesterov momentum is a variant of SGD with momentum.",
-        predicate=lambda config: (
-            config.optimizer.nesterov and (config.optimizer.name != "sgd" or config.optimizer.momentum == 0)
-        ),
-        message=lambda config: (
-            f"true: it is a variant of SGD with momentum, and here optimizer.name={config.optimizer.name}"
-            f"{' with optimizer.momentum=0' if config.optimizer.name == 'sgd' else ''}. "
-            f"Use false, or optimizer.name=sgd with momentum=0.9."
-        ),
-    ),
-    ConfigRule(
-        name="bf16-states-are-of-adamw",
-        keys=("optimizer.states", "optimizer.name"),
-        reason="Only AdamW's moments can be stored in bf16 or fp8.",
-        predicate=lambda config: config.optimizer.states != "fp32" and config.optimizer.name != "adamw",
-        message=lambda config: (
-            f"{config.optimizer.states}: only AdamW's moments can be stored in bf16 or fp8, and optimizer.name is "
-            f"{config.optimizer.name}. Use fp32, or optimizer.name=adamw."
-        ),
-    ),
+    *OPTIMIZER_RULES,
     ConfigRule(
         name="measured-kernels-vary",
         keys=("train.deterministic", "kernels.convolutions"),
@@ -556,7 +411,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.device", "plan"),
         reason="Only NVIDIA GPUs record graphs.",
         predicate=lambda config: (
-            config.launch.device == "cpu" and (found := _plan(config)) is not None and found[0].graphs
+            config.launch.device == "cpu" and (found := plan_of(config)) is not None and found[0].graphs
         ),
         message="cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
     ),
