@@ -530,7 +530,7 @@ def test_a_stream_downloads_files_when_they_are_read(hub: Hub, tmp_path):
             read = {part for part in files if any(part in path for _, path in hub.requests)}
             assert run == "local" or 0 < len(read) < len(files)
     losses = [
-        {event["step"]: event["loss"] for event in map(json.loads, (tmp_path / "runs" / run / "events.jsonl").open())
+        {event["step"]: event["loss"] for event in map(json.loads, (tmp_path / "runs" / run / "events.jsonl").read_text().splitlines())
          if event["event"] == "step"}
         for run in ("remote", "local")
     ]  # fmt: skip
