@@ -286,7 +286,7 @@ def download(name: HubName, *, weights: bool = True, lazy: bool = False) -> Path
     Args:
         name: a name with a commit.
         weights: also download the weights of a model.
-        lazy: of a data set, download only the first file.
+        lazy: download only the first file of a data set.
 
     Raises:
         ConfigError: if a file cannot be downloaded, or the repository has no usable ones.

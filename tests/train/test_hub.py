@@ -529,10 +529,9 @@ def test_a_stream_downloads_files_when_they_are_read(hub: Hub, tmp_path):
             assert code == 0, text
             read = {part for part in files if any(part in path for _, path in hub.requests)}
             assert run == "local" or 0 < len(read) < len(files)
-    losses = [
-        {event["step"]: event["loss"] for event in map(json.loads, (tmp_path / "runs" / run / "events.jsonl").read_text().splitlines())
-         if event["event"] == "step"}
-        for run in ("remote", "local")
-    ]  # fmt: skip
+    losses = []
+    for run in ("remote", "local"):
+        events = map(json.loads, (tmp_path / "runs" / run / "events.jsonl").read_text().splitlines())
+        losses.append({event["step"]: event["loss"] for event in events if event["event"] == "step"})
     assert losses[0].keys() == losses[1].keys() == {1, 2, 3, 4}
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

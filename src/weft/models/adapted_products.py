@@ -99,7 +99,7 @@ def is_low_rank_cheaper(rows: int, stored: Tensor, rank: int) -> bool:
 def add_adapter_product(
     product_RF: Tensor, x_RD: Tensor, own: Mapping[str, Tensor], scale: float, ends: Ends
 ) -> Tensor:
-    """Return the experts' outputs plus those of their adapter, without the matrices B A; (R, F).
+    """Return the experts' outputs plus the adapter's outputs, without the matrices B A; (R, F).
 
     Args:
         product_RF: product with the frozen weights.
@@ -133,8 +133,8 @@ def times_by_expert(product_RF: Tensor, factor_EF: Tensor, ends: Ends) -> Tensor
 class MadeWeights:
     """Weights that a module's forward computes from smaller tensors. Backward computes them again.
 
-    `pack` and `unpack` are hooks for saved tensors: a view of such a weight is replaced by the way to make it, so no
-    weight stays in memory from forward to backward.
+    `pack` and `unpack` are hooks for saved tensors: a view of such a weight is replaced by a function that computes it,
+    so no weight stays in memory from forward to backward.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -343,23 +343,25 @@ def add_adapter(
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
     stacks, chosen, usable, saved = _choose(model, targets, modules_to_save)
-    rows, packed, packed_stacks = find_rows(model, trainable_tokens, saved), dict[str, int](), dict[str, int]()
-    if stacks and dropout:
-        raise ModelError(
-            f"dropout={dropout}: the adapter of {next(iter(stacks))} is added to the weights, and dropout needs its "
-            "inputs. Use dropout=0, or leave the experts out of the targets."
-        )
-    if base != "stored":
-        if kind == "dora":
-            raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
-        check_kind(adapter)
-        packed = pack_layers(model, usable, base)
+    rows = find_rows(model, trainable_tokens, saved)
+    _check_combination(adapter, base, stacks)
+    packed = {} if base == "stored" else pack_layers(model, usable, base)
     adapt_layers(model, chosen, adapter, seed, stacks)
-    if base != "stored":
-        packed_stacks = pack_stacks(model, adapter, base, saved)
+    packed_stacks = {} if base == "stored" else pack_stacks(model, adapter, base, saved)
     train_more(model, saved, rows)
     note_adapted(model, replace(_expected(model), base=base, packed=packed, packed_stacks=packed_stacks))
     return model
+
+
+def _check_combination(adapter: AdapterKind, base: str, stacks: Mapping[str, bool]) -> None:
+    check_kind(adapter)
+    if stacks and adapter.dropout:
+        raise ModelError(
+            f"dropout={adapter.dropout}: the adapter of {next(iter(stacks))} is added to the weights, and dropout needs "
+            "its inputs. Use dropout=0, or leave the experts out of the targets."
+        )
+    if base != "stored" and adapter.kind == "dora":
+        raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
 
 
 def _choose(

@@ -4,8 +4,8 @@ Each expert has its own A and B. A parameter `gate_up_proj` gets `gate_up_proj_l
 `gate_up_proj_lora_B`, (E, outputs, R), and under dora `gate_up_proj_lora_magnitude`, (E, outputs), in the same module.
 They are stacked by expert like the weights, so the code that distributes experts over ranks distributes them too.
 
-Experts whose matmuls Weft computes (its own, and transformers' gated ones) add the adapter's products to those of the
-frozen weights. In other forwards, an access to the parameter returns the adapted weight, such as W + s B A. So the
+Experts whose matmuls Weft computes (its own, and transformers' gated ones) add the adapter's products to the products
+of the frozen weights. In other forwards, an access to the parameter returns the adapted weight, such as W + s B A. So the
 module's own code needs no change (as for peft's `target_parameters`).
 
 Frozen stacks may be quantized, in blocks along their last dim: see `quantized_linear`. They are dequantized one expert
@@ -233,7 +233,7 @@ def merge_stack(scale: float, stored: Tensor, own: Mapping[str, Tensor], is_tran
 
 @torch.no_grad()
 def pack_stacks(model: nn.Module, adapter: AdapterKind, base: str, left_out: Iterable[str]) -> dict[str, int]:
-    """Quantize the stacked weights of a model's experts in place. Call it after `adapt_stacks`.
+    """Quantize the stacked weights of a model's experts. Call it after `adapt_stacks`.
 
     Args:
         model: the model.
@@ -258,7 +258,7 @@ def pack_stacks(model: nn.Module, adapter: AdapterKind, base: str, left_out: Ite
 
 @torch.no_grad()
 def unpack_stacks(model: nn.Module, paths: Iterable[str]) -> None:
-    """Replace quantized stacks by their dequantized values in place, in the dtype before quantization."""
+    """Replace quantized stacks by their dequantized values, in the dtype before quantization."""
     for path in paths:
         owner, _, name = path.rpartition(".")
         module = model.get_submodule(owner)

@@ -329,7 +329,7 @@ def by_row(values_EF: Tensor, ends_E: Ends, num_rows: int) -> Tensor:
 
 
 def stacks_of(experts: nn.Module) -> list[Tensor]:
-    """Return a module's stacked matrices, including those of its adapter."""
+    """Return the stacked matrices of a module and of its adapter."""
     return [param for param in experts.parameters(recurse=False) if param.ndim == 3]
 
 

@@ -164,7 +164,7 @@ def adapter_values(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
 
     Args:
         model: the model with its adapter, unsharded, on any device. It is not changed.
-        folder: see `load_adapter`.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
         CheckpointError: if files are missing or damaged, or the adapter differs from the model's.

@@ -26,6 +26,9 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         weight_decay: multiplied by the learning rate; it acts on the trained weights.
         r: a step's weight in the average grows as step ** r.
         weight_lr_power: a step's weight in the average grows as the largest rate so far to this power.
+
+    Raises:
+        ValueError: if a number of `betas` is out of range.
     """
 
     elementwise = True
