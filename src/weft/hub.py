@@ -278,7 +278,7 @@ def resolve(name: HubName) -> HubName:
     return replace(name, commit=commit)
 
 
-def download(name: HubName, *, weights: bool = True) -> Path:
+def download(name: HubName, *, weights: bool = True, lazy: bool = False) -> Path:
     """Download the files of a resolved name that the cache lacks, and return their folder.
 
     Of concurrent calls on one machine, one downloads, and the others wait for it.
@@ -286,6 +286,7 @@ def download(name: HubName, *, weights: bool = True) -> Path:
     Args:
         name: a name with a commit.
         weights: also download the weights of a model.
+        lazy: download only the first file of a data set.
 
     Raises:
         ConfigError: if a file cannot be downloaded, or the repository has no usable ones.
@@ -311,6 +312,7 @@ def download(name: HubName, *, weights: bool = True) -> Path:
             raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(name, error)) from error
         names = _model_files(name, sizes) if name.kind == "model" else data_files(name, sizes)
         names = [file for file in names if weights or not file.endswith(".safetensors")]
+        names = sorted(names)[:1] if lazy else names
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda file: hub.hf_hub_download(name.repo, file, **own), names))
         for file in names:
@@ -406,8 +408,27 @@ _NAME_FILES = "Name the files: hf://datasets/OWNER/NAME/PATTERN."
 _SHARD = re.compile(r"(?:^|/)data/(\w[\w.-]*)-[0-9]{5}-of-[0-9]{5}[^/]*")
 
 
-def local_data(path: str, key: str) -> tuple[Path, list[Path]]:
-    """Return the folder and the files of a data set's name in a run's config. Uses no network.
+def fetch(path: str, key: str, file: Path) -> None:
+    """Download a file of a data set that `download` left out, unless the cache has it.
+
+    Args:
+        path: the data set's name in a run's config.
+        key: the config key, for errors.
+        file: the file in the folder of `local_data`.
+
+    Raises:
+        ConfigError: if the file cannot be downloaded.
+    """
+    if file.is_file():
+        return
+    name = parse(path, "dataset", key)
+    with _one_sentence(name) as hub:
+        own = {"repo_type": name.kind, "revision": name.commit}
+        hub.hf_hub_download(name.repo, file.relative_to(name.snapshot.absolute()).as_posix(), **own)
+
+
+def local_data(path: str, key: str) -> tuple[Path, dict[Path, int]]:
+    """Return the folder of a data set's name in a run's config, and the sizes of its files. Uses no network.
 
     Raises:
         ConfigError: if the name is invalid, has no commit or was not downloaded, or if `data_files` raises it.
@@ -416,10 +437,11 @@ def local_data(path: str, key: str) -> tuple[Path, list[Path]]:
     folder = name.snapshot
     with _one_sentence(name) as hub:
         try:
-            files = data_files(name, _listed(name, hub))
+            sizes = _listed(name, hub)
+            files = data_files(name, sizes)
         except _module("huggingface_hub.errors").CachedRepoTreeNotFoundError as error:
             raise name.error(_NOT_DOWNLOADED) from error
-    return folder, [folder / file for file in files]
+    return folder, {folder / file: sizes[file] for file in files}
 
 
 def data_files(name: HubName, listed: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import weakref
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from weft.models.adapters import adapted, add_adapter, merge_adapter, merged_ten
 from weft.models.initialize import initialise
 from weft.models.inspect import layers
 from weft.models.inspect.find_layout import find_layout
-from weft.models.peft_files import load_adapter, save_adapter
+from weft.models.peft_files import adapter_values, load_adapter, save_adapter
 from weft.models.registry import build_decoder
 
 #: peft uses a name that transformers deprecated.
@@ -434,3 +435,72 @@ def test_adapter_without_a_format_creates_no_folder(tmp_path):
     with pytest.raises(ModelError, match="peft has no format for magnitudes"):
         save_adapter(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_values_of_an_adapter_are_read_for_a_model_with_one_of_the_same_kind(tmp_path):
+    build, settings = MORE["mixtral"]
+    model = noised(add_adapter(build(), rank=3, **settings))
+    save_adapter(model, tmp_path)
+    other = add_adapter(build(), rank=3, **settings)
+    found = adapter_values(other, tmp_path)
+    own = dict(model.named_parameters())
+    assert found.keys() == {name for name, param in own.items() if param.requires_grad}
+    assert all(torch.equal(found[name], own[name]) for name in found)
+    others = {
+        r"its rank is 3, and 4 is set\. Use rank=3": {"rank": 4},
+        r"is of a layer without an adapter\. Add the layer to targets": {"targets": ["q_proj"]},
+        r"it has no .*lora_A.*Use the targets that it was trained on": {"targets": [*settings["targets"], "k_proj"]},
+    }
+    for text, changed in others.items():
+        other = add_adapter(build(), **{"rank": 3, "alpha": 6, **settings, **changed})
+        with pytest.raises(CheckpointError, match=text):
+            adapter_values(other, tmp_path)
+
+
+class OwnExperts(nn.Module):
+    """Experts of code that Weft does not know. used: the weights of the last forward."""
+
+    stacks_experts = True
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 8, 70, dtype=torch.float64))
+        self.used: weakref.ref[torch.Tensor] | None = None
+
+    def forward(self, x):
+        weights = self.up
+        self.used = weakref.ref(weights)
+        return torch.stack([(x @ weights[expert].T).tanh() @ weights[expert] for expert in range(3)]).sum(0)
+
+
+class OwnMixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.experts = OwnExperts()
+
+    def forward(self, x):
+        return self.experts(x)
+
+
+@pytest.mark.parametrize("kind, base", [("lora", "stored"), ("dora", "stored"), ("lora", "nf4"), ("rslora", "int8")])
+def test_weights_of_experts_of_unknown_code_are_made_again_in_backward(kind, base):
+    model, x = (
+        noised(add_adapter(OwnMixture(), rank=2, kind=kind, base=base, targets=["experts.up"])),
+        torch.randn(5, 70),
+    )
+    x = x.double().requires_grad_()
+    loss = model(x).square().sum()
+    assert model.experts.used() is None  # neither autograd nor the module keeps the weights
+    loss.backward()
+    own = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    merged = merged_tensors(model, model.state_dict())["experts.up"].double().requires_grad_()
+    again = x.detach().clone().requires_grad_()
+    outputs = [(again @ merged[expert].T).tanh() @ merged[expert] for expert in range(3)]
+    torch.stack(outputs).sum(0).square().sum().backward()
+    torch.testing.assert_close(x.grad, again.grad, rtol=1e-9, atol=1e-9)
+    if kind != "dora":
+        a, b = own["experts.up_lora_A"], own["experts.up_lora_B"]
+        scale = adapted(model).kind.scale
+        torch.testing.assert_close(a.grad, scale * b.detach().mT @ merged.grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(b.grad, scale * merged.grad @ a.detach().mT, rtol=1e-9, atol=1e-9)

@@ -70,12 +70,16 @@ WIDE_MOE = dataclasses.replace(MOE, dim=128, ffn_dim=128, expert_ffn_dim=128, nu
 
 
 def packed_subjects() -> dict[str, Subject]:
-    """Return subjects with a quantized base, with adapters on all quantized layers or on some."""
-    wide = DecoderCase(WIDE)
+    """Return subjects with a quantized base, with adapters on all quantized layers and stacks or on some."""
+    wide, stacks = DecoderCase(WIDE), stack_subjects()
     return {
         "nf4": Subject(AdapterCase(wide, base="nf4"), WIDE),
         "int8": Subject(AdapterCase(wide, base="int8", targets=("attn.q", "mlp.down")), WIDE),
         "nf4-experts": Subject(AdapterCase(MoECase(WIDE_MOE, num_steps=3), base="nf4"), WIDE_MOE),
+        **{
+            f"{base}-{name}": dataclasses.replace(stacks[name], case=dataclasses.replace(stacks[name].case, base=base))
+            for base, name in (("nf4", "stacks"), ("int8", "stacks-oss"), ("int8", "stacks-own"))
+        },
     }
 
 

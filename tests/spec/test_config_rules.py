@@ -30,6 +30,9 @@ CASES = [
     ("packed-base-has-a-folder", ["adapter.rank=4", "adapter.base=nf4"],
      "adapter.base=nf4: weights are quantized while a folder is read, and model.path is not set. Set model.path to a "
      "Hugging Face folder, or use adapter.base=stored."),
+    ("reference-has-no-started-adapter", ["adapter.rank=4", "adapter.start=sft", "task.name=prefer", "model.path=base"],
+     "adapter.start=sft: the reference of task=prefer is the model without an adapter. Merge the adapter into "
+     "model.path first (weft export RUN FOLDER --merge), and leave adapter.start out."),
     ("packed-base-has-no-dora", ["adapter.rank=4", "adapter.base=int8", "adapter.kind=dora", "model.path=base"],
      "adapter.base=int8: adapter.kind=dora divides by norms of unquantized weights. Use adapter.kind=lora, or "
      "adapter.base=stored."),
@@ -40,9 +43,16 @@ CASES = [
     ("optimizer-classes-have-options", ["optimizer.name=lion", "optimizer.betas=[0.9, 0.98]"],
      "optimizer.betas=[0.9, 0.98]: optimizer.name=weft.optim.lion:Lion does not read betas, eps and states. Set "
      "optimizer.options, such as {betas = [0.9, 0.99]}, or leave them out."),
-    ("one-set-of-weights", ["optimizer.name=schedule_free"],
+    ("one-set-of-weights", ["optimizer.name=schedulefree:AdamWScheduleFree"],
      "optimizer.name=schedulefree:AdamWScheduleFree: it evaluates an average of the weights that it trains, and Weft "
-     "evaluates and saves the trained ones. Use optimizer.name=adamw with schedule.kind=wsd."),
+     "evaluates and saves the trained ones. Use optimizer.name=schedule_free, which is Weft's."),
+    ("averages-need-no-decay", ["optimizer.name=schedule_free"],
+     "schedule.kind=cosine: optimizer.name=schedule_free averages the weights of a constant rate. Use "
+     "schedule.kind=constant, with warmup if wanted."),
+    ("averages-are-of-one-set-of-weights",
+     ["optimizer.name=schedule_free", "schedule.kind=constant", "plan=dp_replicate=2 sync=average:4"],
+     "optimizer.name=schedule_free: sync=average:4 averages the replicas' weights, and each replica would evaluate "
+     "another average. Use sync=step, or optimizer.name=adamw."),
     ("measured-kernels-vary", ["train.deterministic=true", "kernels.convolutions=measured"],
      "train.deterministic=true: kernels.convolutions=measured may choose other algorithms in each run. Use "
      "kernels.convolutions=guessed."),

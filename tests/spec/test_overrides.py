@@ -91,8 +91,8 @@ GOLDEN = {
     ),
     "optimizer.name=paged_adamw_8bit": (
         "optimizer.name=paged_adamw_8bit: one of adamw, sgd, muon or adamw_torch, adamw_torch_fused, adamw_8bit, "
-        "adamw_bnb_8bit, lion, adafactor, schedule_free, soap, shampoo, came, adopt, or a class as "
-        "package.module:Class is needed. Write optimizer.name=adamw_8bit."
+        "adamw_bnb_8bit, lion, adafactor, schedule_free, schedule_free_adamw, soap, shampoo, came, adopt, or a "
+        "class as package.module:Class is needed. Write optimizer.name=adamw_8bit."
     ),
     "plan.tpp=3": "unknown plan field 'tpp'. Did you mean 'tp'?",
     "train.steps=many": "train.steps=many: a whole number from 1 to 2**63 - 1 is needed. Use e.g. train.steps=300.",

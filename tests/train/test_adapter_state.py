@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.choice import gate_runs
-from tests.parity.adapter_cases import AdapterCase, extra_subjects, stack_subjects
+from tests.parity.adapter_cases import AdapterCase, extra_subjects, packed_subjects, stack_subjects
 from tests.parity.cases import cases
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.read import Part
@@ -110,6 +110,7 @@ MORE_CASES = {
     "rows": (extra_subjects()["rows-untied"].case, ["dp_shard=2 zero=3", "tp=2", "pp=2 accumulation=2"]),
     "saved": (extra_subjects()["saved-tied"].case, ["dp_shard=2 zero=1", "tp=2 sp=on", "pp=2 accumulation=2"]),
     "stacks": (stack_subjects()["stacks"].case, ["dp_shard=2 ep=2", "tp=2", "dp_shard=2 zero=3"]),
+    "quantized stacks": (packed_subjects()["nf4-stacks"].case, ["dp_shard=2 ep=2", "dp_shard=2 zero=3"]),
 }
 
 

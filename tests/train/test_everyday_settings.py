@@ -146,7 +146,6 @@ def test_adafactor_by_name_steps():
 @pytest.mark.parametrize(
     "words, text",
     [
-        (["optimizer.name=schedule_free"], "it evaluates an average of the weights that it trains"),
         (["schedule.warmup_ratio=0.1", "schedule.warmup_steps=3"], "Keep one of them"),
         (["train.profile=9-3"], "1 to 50 steps up to train.steps=300 can be profiled"),
         (["train.profile=299-301"], "1 to 50 steps up to train.steps=300 can be profiled"),

@@ -501,3 +501,37 @@ def test_a_private_model_and_data_set_train_and_resume_offline(hub: Hub, tmp_pat
     assert f"was started with hf://org/tiny?commit={first}, and cannot continue with another value" in " ".join(
         text.split()
     )
+
+
+def test_a_stream_downloads_files_when_they_are_read(hub: Hub, tmp_path):
+    """Compare with the same files in a folder, and resume under another plan."""
+    hub.model("org/tiny").commit(tiny_files(tmp_path))
+    files = {
+        f"data/train-{part:05d}-of-00008.jsonl": b"".join(
+            b'{"text": "thread %d of %d"}\n' % (n, part) for n in range(9)
+        )
+        for part in range(8)
+    }
+    hub.dataset("o/n").commit(files)
+    for name, content in files.items():
+        (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "local" / name).write_bytes(content)
+    common = ["model.path=org/tiny", "train.seq_len=32", "eval.every=0", "train.global_batch=2", "checkpoint.every=1",
+              "sample.prompt=", "schedule.warmup_steps=1", "data.check=off", "data.stream=true",
+              "schedule.kind=constant"]  # fmt: skip
+    for run, path in (("remote", "hf://o/n"), ("local", f"{tmp_path}/local/data")):
+        plans = [(2, "dp_shard=2 zero=2"), (4, "dp_replicate=2")] if run == "remote" else [(4, "dp_replicate=2")]
+        for steps, plan in plans:
+            code, text = weft(
+                tmp_path, *common, f"data.train={path}", f"run.name={run}", f"train.steps={steps}", f"plan={plan}",
+                HF_ENDPOINT=hub.url,
+            )  # fmt: skip
+            assert code == 0, text
+            read = {part for part in files if any(part in path for _, path in hub.requests)}
+            assert run == "local" or 0 < len(read) < len(files)
+    losses = []
+    for run in ("remote", "local"):
+        events = map(json.loads, (tmp_path / "runs" / run / "events.jsonl").read_text().splitlines())
+        losses.append({event["step"]: event["loss"] for event in events if event["event"] == "step"})
+    assert losses[0].keys() == losses[1].keys() == {1, 2, 3, 4}
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

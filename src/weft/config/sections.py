@@ -160,6 +160,9 @@ class AdapterSection(Section):
     plan."""
     kind: Literal["lora", "rslora", "dora"] = "lora"
     """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
+    start: str = Field(default="", examples=["sft/adapter"])
+    """Folder of an adapter in peft's format, such as `weft export` writes, whose values the adapter starts from. Its
+    rank, alpha, kind and layers must be those of this section. By default B is zero."""
     lora_plus_ratio: Annotated[float, Field(ge=1)] = 1.0
     """LoRA+ (arXiv 2402.12354): factor on the learning rate of B. 16 is usual; 1: the rate of A."""
     base: Literal["stored", "int8", "nf4"] = "stored"
@@ -445,7 +448,10 @@ OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
     **{name: {"name": "adamw", "states": "fp8"} for name in ("adamw_8bit", "adamw_bnb_8bit")},
     "lion": {"name": "weft.optim.lion:Lion"},
     "adafactor": {"name": "torch.optim:Adafactor"},
-    "schedule_free": {"name": "schedulefree:AdamWScheduleFree"},
+    **{
+        name: {"name": "weft.optim.schedule_free:ScheduleFreeAdamW"}
+        for name in ("schedule_free", "schedule_free_adamw")
+    },
     **{name.lower(): {"name": f"pytorch_optimizer:{name}"} for name in ("SOAP", "Shampoo", "CAME", "ADOPT")},
 }
 OptimizerName = Annotated[
@@ -463,8 +469,8 @@ class OptimizerSection(Section):
     name: Literal["adamw", "sgd", "muon"] | OptimizerName = "adamw"
     """Muon updates the matrices between embedding and head, AdamW all other parameters. Give any other optimizer class
     as package.module:Class. Other names are short for settings: adamw_torch and adamw_torch_fused are adamw; adamw_8bit
-    is adamw with states=fp8; lion is Weft's, adafactor torch's; soap, shampoo, came and adopt are classes of the
-    package pytorch_optimizer (extra `optim`)."""
+    is adamw with states=fp8; lion and schedule_free are Weft's, adafactor torch's; soap, shampoo, came and adopt are
+    classes of the package pytorch_optimizer (extra `optim`)."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)

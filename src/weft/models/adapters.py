@@ -20,11 +20,14 @@ from weft.models.adapters_experts import (
     AdaptedExperts,
     AdapterKind,
     adapt_stacks,
+    check_kind,
     chosen_stacks,
     merge_stack,
+    pack_stacks,
     remove_stack_adapters,
     stack_names,
     stacked_parameters,
+    unpack_stacks,
 )
 from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import layers
@@ -57,6 +60,7 @@ class Adapted:
         layers: path -> True if the layer stores its weight transposed.
         base: "stored", or the format of the frozen weights.
         packed: path -> number of inputs, for layers whose weight is stored quantized.
+        packed_stacks: path of a quantized stack of experts' weights -> weights per row, which is its last dim.
         saved: path of a module that is trained in full -> its tensors, as a dict from the name in the module's
             state_dict to the name in the full model.
         tokens: path -> ids of the trained rows.
@@ -72,6 +76,7 @@ class Adapted:
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     ties: Mapping[str, str] = field(default_factory=dict[str, str])
     experts: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    packed_stacks: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Adapted:
@@ -79,21 +84,26 @@ class Adapted:
         kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
         base, packed = said.get("base_format", "stored"), said.get("packed", {})
         tokens = {path: tuple(ids) for path, ids in said.get("tokens", {}).items()}
-        saved, ties, experts = (said.get(key, {}) for key in ("saved", "ties", "experts"))
-        return cls(kind, said["layers"], base, packed, saved, tokens, ties, experts)
+        saved, ties, experts, stacks = (said.get(key, {}) for key in ("saved", "ties", "experts", "packed_stacks"))
+        return cls(kind, said["layers"], base, packed, saved, tokens, ties, experts, stacks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON value."""
         kind = self.kind
         said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
-        packed = {"base_format": self.base, "packed": dict(self.packed)} if self.packed else {}
+        packed = {} if self.base == "stored" else {"base_format": self.base, "packed": dict(self.packed)}
         more = {
             "saved": {path: dict(names) for path, names in self.saved.items()},
             "tokens": {path: list(ids) for path, ids in self.tokens.items()},
             "ties": dict(self.ties),
             "experts": dict(self.experts),
+            "packed_stacks": dict(self.packed_stacks),
         }
         return {**said, "layers": dict(self.layers), **packed, **{key: one for key, one in more.items() if one}}
+
+    def packed_weights(self) -> dict[str, int]:
+        """Return the weights per row of each quantized weight by name."""
+        return {f"{path}.weight": width for path, width in self.packed.items()} | dict(self.packed_stacks)
 
     def params(self) -> Iterator[tuple[str, str]]:
         """Yield (layer path, parameter name) for each adapter parameter of the adapted layers."""
@@ -285,8 +295,6 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 # Adds an adapter to a model's linear layers and freezes all else.
 
-KINDS = ("lora", "rslora", "dora")
-
 
 def add_adapter(
     model: nn.Module,
@@ -317,8 +325,8 @@ def add_adapter(
             shared with an earlier layer. A pattern such as "experts.down_proj" adapts stacked experts.
         dropout: dropout rate of the adapter's inputs in training.
         kind: "lora", "rslora" or "dora".
-        base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
-            "nf4": quantized in blocks of 64 with one scale, dequantized for each matmul.
+        base: format of the frozen weights of all linear layers that may have an adapter, and of all stacked experts.
+            "stored": unchanged. "int8" or "nf4": quantized in blocks of 64 with one scale, dequantized for each matmul.
         modules_to_save: patterns of modules, as for `targets`, whose parameters are trained in full and saved with the
             adapter. Their layers get no adapter.
         trainable_tokens: ids of tokens whose rows are trained in the input embedding and in layers that share its
@@ -335,19 +343,25 @@ def add_adapter(
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
     stacks, chosen, usable, saved = _choose(model, targets, modules_to_save)
-    rows, packed = find_rows(model, trainable_tokens, saved), dict[str, int]()
-    if stacks and dropout:
-        raise ModelError(
-            f"dropout={dropout}: the adapter of {next(iter(stacks))} is added to the weights, and dropout needs its "
-            "inputs. Use dropout=0, or leave the experts out of the targets."
-        )
-    if base != "stored":
-        if kind == "dora":
-            raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
-        _check(adapter)
-        packed = pack_layers(model, usable, base)
+    rows = find_rows(model, trainable_tokens, saved)
+    _check_combination(adapter, base, stacks)
+    packed = {} if base == "stored" else pack_layers(model, usable, base)
     adapt_layers(model, chosen, adapter, seed, stacks)
-    return train_more(model, saved, rows, base=base, packed=packed)
+    packed_stacks = {} if base == "stored" else pack_stacks(model, adapter, base, saved)
+    train_more(model, saved, rows)
+    note_adapted(model, replace(_expected(model), base=base, packed=packed, packed_stacks=packed_stacks))
+    return model
+
+
+def _check_combination(adapter: AdapterKind, base: str, stacks: Mapping[str, bool]) -> None:
+    check_kind(adapter)
+    if stacks and adapter.dropout:
+        raise ModelError(
+            f"dropout={adapter.dropout}: the adapter of {next(iter(stacks))} is added to the weights, and dropout needs "
+            "its inputs. Use dropout=0, or leave the experts out of the targets."
+        )
+    if base != "stored" and adapter.kind == "dora":
+        raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
 
 
 def _choose(
@@ -366,14 +380,7 @@ def _choose(
     return stacks, chosen, usable, saved
 
 
-def train_more(
-    model: nn.Module,
-    saved: Mapping[str, Mapping[str, str]],
-    rows: Mapping[str, TokenRows],
-    *,
-    base: str = "stored",
-    packed: Mapping[str, int] | None = None,
-) -> nn.Module:
+def train_more(model: nn.Module, saved: Mapping[str, Mapping[str, str]], rows: Mapping[str, TokenRows]) -> nn.Module:
     """Make modules and token rows of an adapted model trainable, and record them as in `Adapted`. Return the model."""
     for path in saved:
         model.get_submodule(path).requires_grad_(True)
@@ -381,7 +388,7 @@ def train_more(
     record = _expected(model)
     tokens = {path: one.ids for path, one in rows.items()}
     ties = {other: path for path, one in rows.items() for other in one.sharing if other != path}
-    note_adapted(model, replace(record, base=base, packed=packed or {}, saved=saved, tokens=tokens, ties=ties))
+    note_adapted(model, replace(record, saved=saved, tokens=tokens, ties=ties))
     return model
 
 
@@ -404,7 +411,7 @@ def adapt_layers(
     Raises:
         ModelError: if a setting of the adapter is unknown or out of range.
     """
-    _check(adapter)
+    check_kind(adapter)
     for param in model.parameters():
         param.requires_grad_(False)
     for path, layer in chosen.items():
@@ -413,17 +420,6 @@ def adapt_layers(
     transposed = {path: layers.is_transposed(layer) for path, layer in chosen.items()}
     note_adapted(model, Adapted(adapter, transposed, experts=dict(stacks or {})))
     return model
-
-
-def _check(adapter: AdapterKind) -> None:
-    if adapter.kind not in KINDS:
-        raise ModelError(f"kind={adapter.kind!r}: an adapter is one of {', '.join(KINDS)}. Use kind='lora'.")
-    if adapter.rank < 1:
-        raise ModelError(f"rank={adapter.rank}: an adapter has a rank of at least 1. Use rank=16.")
-    if not 0 <= adapter.dropout < 1:
-        raise ModelError(f"dropout={adapter.dropout}: the share dropped is at least 0 and below 1. Use dropout=0.05.")
-    if not adapter.alpha > 0:
-        raise ModelError(f"alpha={adapter.alpha:g}: it must be above 0. Use alpha={2 * adapter.rank}.")
 
 
 def chosen_layers(model: nn.Module, targets: Sequence[str] = (), *, optional: bool = False) -> dict[str, nn.Module]:
@@ -518,7 +514,8 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         ModelError: if the model has no adapter or is parallelized.
     """
     record = _expected(model)
-    around = dict.fromkeys(path.rpartition(".")[0] for path in record.experts)
+    stacks = [*record.experts, *record.packed_stacks]
+    around = dict.fromkeys(path.rpartition(".")[0] for path in stacks)
     for path in (*record.layers, *around, *record.tokens, *record.ties):
         # An adapted class has one of these as its first base. A later class replacement would come before it.
         if type(model.get_submodule(path)).__bases__[0] not in _CLASSES:
@@ -529,6 +526,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     found = {path: cast(AdaptedLinear, model.get_submodule(path)) for path in record.layers}
     for path in record.packed:
         unpack_layer(model.get_submodule(path))
+    unpack_stacks(model, record.packed_stacks)
     for path, layer in found.items():
         weight = layers.stored_weight(layer)
         own = {name: getattr(layer, name) for name in ADAPTER_PARAMS if getattr(layer, name) is not None}
@@ -544,7 +542,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     record.merge_rest(rest)
     for name in (*record.experts, *(f"{path}.weight" for path in record.tokens)):
         params[name].data = rest[name]
-    remove_stack_adapters(model, record.experts)
+    remove_stack_adapters(model, stacks)
     for path in (*record.tokens, *record.ties):
         remove_rows(model.get_submodule(path))
     note_adapted(model, None)
@@ -565,9 +563,11 @@ def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     own: dict[str, dict[str, Tensor]] = {}
     for path, name in record.params():
         own.setdefault(path, {})[name] = merged.pop(f"{path}.{name}")
-    for path, width in record.packed.items():
-        dtype = own[path]["lora_A"].dtype if path in own else torch.float32
-        merged[f"{path}.weight"] = BASE_FORMATS[record.base].unpack(tensors[f"{path}.weight"], width, dtype)
+    for name, width in record.packed_weights().items():
+        path = name.removesuffix(".weight")
+        trained = own[path]["lora_A"] if path in own else tensors.get(f"{name}_lora_A")
+        dtype = torch.float32 if trained is None else trained.dtype
+        merged[name] = BASE_FORMATS[record.base].unpack(tensors[name], width, dtype)
     for path, parts in own.items():
         merged[f"{path}.weight"] = merged_weight(record, path, merged[f"{path}.weight"], parts)
     record.merge_rest(merged)

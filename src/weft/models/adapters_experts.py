@@ -3,28 +3,47 @@
 Each expert has its own A and B. A parameter `gate_up_proj` gets `gate_up_proj_lora_A`, (E, R, inputs),
 `gate_up_proj_lora_B`, (E, outputs, R), and under dora `gate_up_proj_lora_magnitude`, (E, outputs), in the same module.
 They are stacked by expert like the weights, so the code that distributes experts over ranks distributes them too.
-In forward, an access to the parameter returns the adapted weight, such as W + s B A. So the module's own code needs no
-change (as for peft's `target_parameters`).
+
+Experts whose matmuls Weft computes (its own, and transformers' gated ones) add the adapter's products to the products
+of the frozen weights. In other forwards, an access to the parameter returns the adapted weight, such as W + s B A. So the
+module's own code needs no change (as for peft's `target_parameters`).
+
+Frozen stacks may be quantized, in blocks along their last dim: see `quantized_linear`. They are dequantized one expert
+at a time, or when other code accesses them, and again in backward.
 
 E experts, R rank.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.errors import ModelError
+from weft.models.adapted_products import (
+    MadeWeights,
+    PackedStack,
+    add_adapter_product,
+    is_low_rank_cheaper,
+    output_norms,
+    packed_product,
+    times_by_expert,
+)
+from weft.models.experts import Ends, combine_rows, grouped_linear, run_gated, scatter_rows, sort_by_expert
 from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import hugging_face, layers
 from weft.models.inspect.blocks import replace_class, revert
+from weft.models.quantized_linear import BASE_FORMATS
 from weft.models.token_rows import fits
 from weft.private_torch import uncompiled
 
+KINDS = ("lora", "rslora", "dora")
 #: Ends of the names of an adapter's parameters, after the name of the adapted one.
 EXPERT_PARAMS = ("_lora_A", "_lora_B", "_lora_magnitude")
 
@@ -60,12 +79,26 @@ class AdapterKind:
         return shapes | ({"lora_magnitude": (outputs,)} if self.kind == "dora" else {})
 
 
+def check_kind(adapter: AdapterKind) -> None:
+    """Raise ModelError if a setting of an adapter is unknown or out of range."""
+    if adapter.kind not in KINDS:
+        raise ModelError(f"kind={adapter.kind!r}: an adapter is one of {', '.join(KINDS)}. Use kind='lora'.")
+    if adapter.rank < 1:
+        raise ModelError(f"rank={adapter.rank}: an adapter has a rank of at least 1. Use rank=16.")
+    if not 0 <= adapter.dropout < 1:
+        raise ModelError(f"dropout={adapter.dropout}: the share dropped is at least 0 and below 1. Use dropout=0.05.")
+    if not adapter.alpha > 0:
+        raise ModelError(f"alpha={adapter.alpha:g}: it must be above 0. Use alpha={2 * adapter.rank}.")
+
+
 class AdaptedExperts(nn.Module):
-    """Module of stacked experts with an adapter. `replace_class` combines this class with the module's own class."""
+    """Module of stacked experts, adapted or quantized. `replace_class` combines this class with the module's own."""
 
     _weft_adapter: AdapterKind
     #: Name of an adapted parameter -> (shape of the full parameter, True if it is stored as (E, inputs, outputs)).
     _weft_stacks: Mapping[str, tuple[tuple[int, ...], bool]]
+    #: Name of a quantized parameter -> its format.
+    _weft_packed: Mapping[str, PackedStack]
     _weft_is_on: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,32 +107,79 @@ class AdaptedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the experts' own forward with adapted weights, also if it is called without `__call__`."""
+        # `inspect` traces with batched_mm, whose shapes do not depend on values.
+        is_batched = getattr(getattr(self, "config", None), "_experts_implementation", None) == "batched_mm"
+        if hugging_face.has_gated_experts(self) and not is_batched:
+            given = inspect.signature(super().forward).bind(*args, **kwargs).arguments
+            return self._gated(*given.values())
         return self._merged_in(super().forward, args, kwargs)
+
+    @uncompiled
+    def _gated(self, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
+        """Compute what transformers' gated experts do, (M, D), without the matrices B A."""
+        order = sort_by_expert(ids_MK, layers.num_experts(type(self).__name__, self), drops=False)
+        return combine_rows(run_gated(self, scatter_rows(x_MD, order), order.ends_E), weights_MK, order)
+
+    def times_adapted(self, name: str, x_RD: Tensor, ends: Ends) -> Tensor:
+        """Return the product of rows sorted by expert with an adapted or quantized stack: `experts.times_stack`."""
+        look: Callable[[str], Any] = super().__getattr__
+        stored: Tensor = look(name)
+        form, own, scale = self._weft_packed.get(name), self._adapter_of(name), self._weft_adapter.scale
+        is_transposed = bool(getattr(self, "is_transposed", False))
+        if form is None:
+            stored = stored.mT if is_transposed else stored
+            if own and not is_low_rank_cheaper(x_RD.shape[0], stored, self._weft_adapter.rank):
+                return grouped_linear(x_RD, merged_stack(scale, stored, own, False), ends)
+            plain = grouped_linear(x_RD, stored, ends)
+        else:
+            plain = packed_product(x_RD, stored, form, ends, is_transposed)
+        if not own:
+            return plain
+        product = add_adapter_product(plain, x_RD, own, scale, ends)
+        if (magnitude := own.get("_lora_magnitude")) is None:
+            return product
+        return times_by_expert(product, magnitude / output_norms(stored, own, scale), ends)
+
+    def _adapter_of(self, name: str) -> dict[str, Tensor]:
+        """Return the adapter's parameters on a stack by the ends of their names, or {} without one or if it is off."""
+        if not self._weft_is_on or name not in self._weft_stacks:
+            return {}
+        look: Callable[[str], Any] = super().__getattr__
+        ends = EXPERT_PARAMS if self._weft_adapter.kind == "dora" else EXPERT_PARAMS[:2]
+        return {end: look(f"{name}{end}") for end in ends}
 
     # The compiler does not trace attribute lookups that compute.
     @uncompiled
     def _merged_in(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._weft_is_on or self.__dict__.get("_weft_merged") is not None:
+        if self.__dict__.get("_weft_made") is not None or not (self._weft_is_on or self._weft_packed):
             return call(*args, **kwargs)
-        self.__dict__["_weft_merged"] = {}
+        made = self.__dict__["_weft_made"] = MadeWeights()
+        self.__dict__["_weft_dtype"] = next(
+            (one.dtype for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None
+        )
         try:
-            return call(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(made.pack, made.unpack):
+                return call(*args, **kwargs)
         finally:
-            self.__dict__["_weft_merged"] = None
+            made.weights.clear()
+            self.__dict__["_weft_made"] = None
 
     def __getattr__(self, name: str) -> Any:
         found: Any = super().__getattr__(name)
-        merged = self.__dict__.get("_weft_merged")
-        if merged is None or name not in self.__dict__["_weft_stacks"]:
+        made: MadeWeights | None = self.__dict__.get("_weft_made")
+        if made is None or (name not in self._weft_stacks and name not in self._weft_packed):
             return found
-        if name not in merged:
-            own: dict[str, Any] = {
-                end: super(AdaptedExperts, self).__getattr__(f"{name}{end}") for end in EXPERT_PARAMS[:2]
-            }
-            magnitude = self._parameters.get(f"{name}_lora_magnitude")
-            own |= {} if magnitude is None else {"_lora_magnitude": magnitude}
-            merged[name] = merged_stack(self._weft_adapter.scale, found, own, self._weft_stacks[name][1])
-        return merged[name]
+        own, form, scale = self._adapter_of(name), self._weft_packed.get(name), self._weft_adapter.scale
+        if not own and form is None:
+            return found
+        is_transposed = bool(own) and self._weft_stacks[name][1]
+        dtype = self.__dict__["_weft_dtype"]
+
+        def make() -> Tensor:
+            stored = found if form is None else form.unpack(found, dtype)
+            return merged_stack(scale, stored, own, is_transposed) if own else stored
+
+        return made.make(name, make)
 
     @torch.no_grad()
     def fill_adapter(self, parameter: Tensor, name: str, full_name: str, seed: int) -> bool:
@@ -151,6 +231,51 @@ def merge_stack(scale: float, stored: Tensor, own: Mapping[str, Tensor], is_tran
     return merged_stack(scale, wide, own, is_transposed).contiguous().to(stored.dtype)
 
 
+@torch.no_grad()
+def pack_stacks(model: nn.Module, adapter: AdapterKind, base: str, left_out: Iterable[str]) -> dict[str, int]:
+    """Quantize the stacked weights of a model's experts. Call it after `adapt_stacks`.
+
+    Args:
+        model: the model.
+        adapter: the model's adapter.
+        base: "int8" or "nf4".
+        left_out: paths of modules whose stacks stay as they are.
+
+    Returns:
+        Weights per row by path of the parameter.
+    """
+    kept, widths = BASE_FORMATS[base], dict[str, int]()
+    for path, (module, name) in stacked_parameters(model).items():
+        if any(path.startswith(f"{one}.") for one in left_out):
+            continue
+        weight = module.get_parameter(name)
+        experts = _as_adapted(module, adapter)
+        experts._weft_packed = {**experts._weft_packed, name: PackedStack(kept, weight.shape[-1], weight.dtype)}
+        setattr(module, name, nn.Parameter(kept.pack(weight), requires_grad=False))
+        widths[path] = weight.shape[-1]
+    return widths
+
+
+@torch.no_grad()
+def unpack_stacks(model: nn.Module, paths: Iterable[str]) -> None:
+    """Replace quantized stacks by their dequantized values, in the dtype before quantization."""
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        module = model.get_submodule(owner)
+        assert isinstance(module, AdaptedExperts)
+        form = module._weft_packed[name]
+        values = form.unpack(module.get_parameter(name)).to(form.dtype)
+        module._weft_packed = {one: kept for one, kept in module._weft_packed.items() if one != name}
+        setattr(module, name, nn.Parameter(values, requires_grad=False))
+
+
+def _as_adapted(module: nn.Module, adapter: AdapterKind) -> AdaptedExperts:
+    if not isinstance(module, AdaptedExperts):
+        replace_class(module, AdaptedExperts, adapter=adapter, stacks={}, packed={}, is_on=True)
+    assert isinstance(module, AdaptedExperts)
+    return module
+
+
 def stacked_parameters(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the stacked matrices of all experts by path, as (module, name within it)."""
     known = {id(module) for _, module in layers.find_experts(model)}
@@ -182,10 +307,8 @@ def adapt_stacks(model: nn.Module, chosen: Mapping[str, bool], adapter: AdapterK
     """Add adapters in place to the stacks that `chosen_stacks` returned. seed: as in `add_adapter`."""
     stacks = stacked_parameters(model)
     for path, is_transposed in chosen.items():
-        module, name = stacks[path]
-        if not isinstance(module, AdaptedExperts):
-            replace_class(module, AdaptedExperts, adapter=adapter, stacks={}, is_on=True)
-        assert isinstance(module, AdaptedExperts)
+        name = stacks[path][1]
+        module = _as_adapted(stacks[path][0], adapter)
         weight = module.get_parameter(name)
         module._weft_stacks = {**module._weft_stacks, name: (tuple(weight.shape), is_transposed)}
         options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
@@ -202,8 +325,11 @@ def stack_shapes(weight: Tensor, adapter: AdapterKind, is_transposed: bool) -> d
     return {f"_{name}": (count, *shape) for name, shape in adapter.shapes(outputs, inputs).items()}
 
 
-def remove_stack_adapters(model: nn.Module, chosen: Mapping[str, bool]) -> None:
-    """Remove the adapters of experts without merging them, and restore the experts' classes."""
+def remove_stack_adapters(model: nn.Module, chosen: Iterable[str]) -> None:
+    """Remove the adapters of experts without merging them, and restore the experts' classes.
+
+    chosen: paths of adapted stacks, and of stacks that were quantized.
+    """
     stacks = stacked_parameters(model)
     for module in {id(stacks[path][0]): stacks[path][0] for path in chosen}.values():
         assert isinstance(module, AdaptedExperts)
@@ -211,9 +337,10 @@ def remove_stack_adapters(model: nn.Module, chosen: Mapping[str, bool]) -> None:
             for end in EXPERT_PARAMS:
                 if f"{name}{end}" in dict(module.named_parameters(recurse=False)):
                     delattr(module, f"{name}{end}")
-        for name in ("adapter", "stacks", "is_on"):
+        for name in ("adapter", "stacks", "packed", "is_on"):
             delattr(module, f"_weft_{name}")
-        module.__dict__.pop("_weft_merged", None)
+        for name in ("_weft_made", "_weft_dtype"):
+            module.__dict__.pop(name, None)
         revert(module, AdaptedExperts)
 
 

@@ -286,6 +286,53 @@ def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
     return torch.nn.functional.grouped_mm(x_RD, weights_EFD.transpose(1, 2), offs=ends_E)
 
 
+def times_stack(experts: nn.Module, name: str, x_RD: Tensor, ends_E: Ends) -> Tensor:
+    """Compute the product of `grouped_linear` with a module's stack of weights, adapted or quantized or neither.
+
+    Args:
+        experts: the module of the experts.
+        name: name of its parameter.
+        x_RD: rows, by expert.
+        ends_E: cumulative row counts by expert, as returned by `host_group_ends` for all stacks of the module.
+    """
+    own: Any = getattr(experts, "times_adapted", None)
+    if own is not None:
+        return own(name, x_RD, ends_E)
+    weights: Tensor = getattr(experts, name)
+    return grouped_linear(x_RD, weights.mT if getattr(experts, "is_transposed", False) else weights, ends_E)
+
+
+def run_gated(experts: Any, x_RD: Tensor, ends_E: Tensor) -> Tensor:
+    """Run transformers' experts of the form down(gate(x)) on rows sorted by expert; (R, D).
+
+    experts: a module for which `inspect.hugging_face.has_gated_experts` is True. ends_E: cumulative row counts.
+    """
+    ends = host_group_ends(ends_E, *stacks_of(experts))
+    hidden_RF = experts._apply_gate(
+        _with_bias(experts, "gate_up_proj", times_stack(experts, "gate_up_proj", x_RD, ends), ends_E)
+    )
+    return _with_bias(experts, "down_proj", times_stack(experts, "down_proj", hidden_RF, ends), ends_E)
+
+
+def _with_bias(experts: Any, name: str, product_RF: Tensor, ends_E: Tensor) -> Tensor:
+    """Add the experts' biases, if any, to a product of their stack `name`."""
+    if not experts.has_bias:
+        return product_RF
+    return product_RF + by_row(getattr(experts, f"{name}_bias"), ends_E, len(product_RF)).to(product_RF.dtype)
+
+
+def by_row(values_EF: Tensor, ends_E: Ends, num_rows: int) -> Tensor:
+    """Return the values of each row's expert, (R, F). ends_E: cumulative row counts by expert."""
+    ends = ends_E if isinstance(ends_E, Tensor) else torch.tensor(ends_E, device=values_EF.device)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    return values_EF.repeat_interleave(counts, dim=0, output_size=num_rows)
+
+
+def stacks_of(experts: nn.Module) -> list[Tensor]:
+    """Return the stacked matrices of a module and of its adapter."""
+    return [param for param in experts.parameters(recurse=False) if param.ndim == 3]
+
+
 def _kernel_choice(weights_EFD: Tensor) -> str:
     device, (_, dim_out, dim_in) = weights_EFD.device, weights_EFD.shape
     autocasts = torch.is_autocast_enabled(device.type)
@@ -472,9 +519,9 @@ class Experts(nn.Module):
 
     def run(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Run the experts on rows sorted by expert; (R, D). ends_E: cumulative row counts by expert."""
-        ends = host_group_ends(ends_E, self.gate_up, self.down)
-        gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends).chunk(2, -1)
-        return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends)
+        ends = host_group_ends(ends_E, *stacks_of(self))
+        gate_RF, up_RF = times_stack(self, "gate_up", x_RD, ends).chunk(2, -1)
+        return times_stack(self, "down", F.silu(gate_RF) * up_RF, ends)
 
 
 class MoE(nn.Module):

@@ -159,6 +159,33 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     return model
 
 
+def adapter_values(model: nn.Module, folder: str | Path) -> dict[str, Tensor]:
+    """Read an adapter in peft's format for a model that has one of the same kind. Return its tensors by our names.
+
+    Args:
+        model: the model with its adapter, unsharded, on any device. It is not changed.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
+
+    Raises:
+        CheckpointError: if files are missing or damaged, or the adapter differs from the model's.
+    """
+    folder, record = Path(folder), _expected(model)
+    config, tensors = _read(folder)
+    _refuse_unknown(folder, config)
+    kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    own = {"rank": record.kind.rank, "alpha": record.kind.alpha, "kind": record.kind.kind}
+    for name, value in {"rank": config["r"], "alpha": config["lora_alpha"], "kind": kind}.items():
+        if value != own[name]:
+            raise CheckpointError(f"{folder}: its {name} is {value}, and {own[name]} is set. Use {name}={value}.")
+    wanted, resized = _wanted(record), _resized(model, tensors)
+    if odd := sorted(tensors.keys() - wanted.keys() - resized.keys()):
+        raise CheckpointError(f"{folder}: {odd[0]!r} is of a layer without an adapter. Add the layer to targets.")
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        raise CheckpointError(f"{folder}: it has no {missing[0]!r}. Use the targets that it was trained on.")
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return _checked(folder, tensors, wanted, shapes)
+
+
 def _shapes(model: nn.Module, record: Adapted) -> dict[str, tuple[int, ...]]:
     """Return the shapes that a model's tensors will have with an adapter, by name."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}

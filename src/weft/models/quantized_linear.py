@@ -1,8 +1,8 @@
 """Quantized formats of frozen base weights: int8 and NF4, in blocks of 64 weights of one row with one scale each.
 
-A quantized ("packed") weight is one uint8 matrix, (F, blocks * bytes per block). Each block has its codes, followed by
-the bytes of its float32 scale. So a shard of a weight along either dim is a shard of the bytes, including its scales,
-and the bytes are never cast to a plan's precision. An incomplete last block is padded with zeros.
+A quantized ("packed") weight is one uint8 matrix, (F, blocks * bytes per block), or a stack of them. Each block has its
+codes, followed by the bytes of its float32 scale. So a shard of a weight along any dim is a shard of the bytes,
+including its scales, and the bytes are never cast to a plan's precision. An incomplete last block is padded with zeros.
 
 Method: Dettmers et al. 2023, arXiv 2305.14314 (QLoRA: NF4 in blocks of 64; the scales are not quantized again here).
 
@@ -60,13 +60,15 @@ class BaseFormat:
 
     @torch.no_grad()
     def pack(self, weight_FD: Tensor) -> Tensor:
-        """Return the quantized bytes of a weight, uint8.
+        """Return the quantized bytes of a weight, (F, D), or of stacked weights, (E, F, D); uint8.
 
         Blocks are rounded independently, so shards of the weight give shards of the same bytes.
         """
-        rows, width = weight_FD.shape
+        *lead, width = weight_FD.shape
         if weight_FD.is_meta:
-            return torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device="meta")
+            return torch.empty(*lead, self.row_bytes(width), dtype=torch.uint8, device="meta")
+        weight_FD = weight_FD.flatten(0, -2)
+        rows = weight_FD.shape[0]
         padded = torch.nn.functional.pad(weight_FD.to(torch.float32), (0, -width % BLOCK))
         blocks = padded.view(rows, -1, BLOCK)
         most = blocks.abs().amax(2, keepdim=True)
@@ -78,21 +80,22 @@ class BaseFormat:
             scale, table = most, torch.tensor(NF4_CODES, device=most.device)
             nearest = torch.bucketize(blocks / scale.where(scale > 0, 1.0), (table[1:] + table[:-1]) / 2)
             codes = (nearest[..., 0::2] << 4 | nearest[..., 1::2]).to(torch.uint8)
-        return torch.cat([codes, scale.contiguous().view(torch.uint8)], 2).view(rows, -1)
+        return torch.cat([codes, scale.contiguous().view(torch.uint8)], 2).view(*lead, -1)
 
     @torch.no_grad()
     def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weights, (F, width).
+        """Return the dequantized weights, (F, width) or (E, F, width).
 
         Args:
-            packed: rows of complete blocks.
+            packed: rows of complete blocks, (F, bytes) or (E, F, bytes).
             width: weights per row.
             dtype: dtype of the result. Codes are multiplied by scales in float32, or in float64 if that is `dtype`.
         """
+        lead, packed = packed.shape[:-1], packed.flatten(0, -2)
         rows = packed.shape[0]
         out = torch.empty(rows, width, dtype=dtype, device=packed.device)
         if packed.is_meta:
-            return out
+            return out.view(*lead, width)
         made = torch.promote_types(dtype, torch.float32)
         step = max(1, _AT_ONCE // max(width, 1))
         for first in range(0, rows, step):
@@ -100,7 +103,7 @@ class BaseFormat:
             scale = some[..., self.code_bytes :].contiguous().view(torch.float32).to(made)
             values = (self._values(some[..., : self.code_bytes], made) * scale).view(some.shape[0], -1)
             out[first : first + step] = values[:, :width]
-        return out
+        return out.view(*lead, width)
 
     def _values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         if self.name == "int8":

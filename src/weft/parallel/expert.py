@@ -32,11 +32,10 @@ from weft.models.experts import (
     attach,
     combine_rows,
     count_tokens,
-    grouped_linear,
-    host_group_ends,
     move_bias,
     permute_rows,
     routers,
+    run_gated,
     scatter_rows,
     sequence_loss,
     sort_by_expert,
@@ -465,9 +464,7 @@ def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if isinstance(self, Experts):
                 return self.run(rows_ND, ends_L)
             if hugging_face.has_gated_experts(self):
-                ends = host_group_ends(ends_L, self.gate_up_proj, self.down_proj)
-                hidden_NF = self._apply_gate(grouped_linear(rows_ND, self.gate_up_proj, ends))
-                return grouped_linear(hidden_NF, self.down_proj, ends)
+                return run_gated(self, rows_ND, ends_L)
             count = rows_ND.shape[0]
             if not count:
                 return rows_ND  # many forwards have no gradient for empty input, but exchange needs one

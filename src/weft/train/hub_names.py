@@ -114,7 +114,8 @@ def download_all(
     """
     for name in _names(config):
         if data or name.kind == "model":
-            folder = hub.download(name, weights=weights)
+            lazy = config.data.stream and name.key.startswith("data.train")
+            folder = hub.download(name, weights=weights, lazy=lazy)
             show(f"{name.key}: {name.repo} at commit {name.commit[:12]} of the hub, in {folder}")
 
 

@@ -35,6 +35,7 @@ from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import DataParallel, data_parallel, is_attached, originals
 from weft.parallel.state.materialize import allow_sharded_state
 from weft.parallel.zero.states import load_carried, local_wire_state
+from weft.train.averaged_weights import averaged_slices, load_trained
 from weft.train.state_io import COUNTS, SavedReplicas, replica_slices, resume_replicas
 
 #: Maximum number of elements of one weight in its digest.
@@ -235,6 +236,8 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
         # Number of state values per weight, of the masters' dtype. A user's optimizer class counts as AdamW.
         if optimizer.name == "sgd":
             states: float = int(group["momentum"] > 0)
+        elif "weight_lr_power" in group:  # the trained weights, in addition to the model's averages
+            states = 3
         else:
             states = 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
         num_values += states * sum(param.numel() for param in group["params"])
@@ -277,7 +280,9 @@ def _state_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
             yield SavedSlice.full(f"sync/{COUNTS}", counts)
         yield from (SavedSlice.full(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
         return
-    yield from written("model", (one for one in engine.model_slices() if one.name not in left_out), engine)
+    model_slices, trained = averaged_slices(engine, optimizer)
+    yield from written("model", (one for one in model_slices if one.name not in left_out), engine)
+    yield from written("trained", trained, engine)
     yield from written("optimizer", engine.state_slices(optimizer), engine)
     yield from written("seen", quantized_slices(engine), engine)
     yield from written("owed", engine.error_feedback.residual_slices(), engine)
@@ -355,6 +360,7 @@ def resume(
         ema.restore(GroupSource(checkpoint, "ema"), int(checkpoint.state["ema"]["num_updates"]))
     load_model(model, checkpoint)
     engine = data_parallel(model)
+    load_trained(engine, optimizer, GroupSource(checkpoint, "trained"))
     told, states = resume_replicas(model, optimizer, SavedReplicas(checkpoint, GroupSource))
     engine.load_states(optimizer, states)
     _match_formats(optimizer)
@@ -459,12 +465,12 @@ class _Packed:
 
 
 class PackedSource:
-    """A `StateSource` that quantizes some matrices of another source while they are read."""
+    """A `StateSource` that quantizes some matrices, or stacks of matrices, of another source while they are read."""
 
     def __init__(self, source: StateSource, names: list[str], kept: BaseFormat):
         self._source, self._kept = source, kept
         shapes = {name: source.entries[name].shape for name in names if name in source.entries}
-        self._packed = {name: _Packed((rows, kept.row_bytes(width))) for name, (rows, width) in shapes.items()}
+        self._packed = {name: _Packed((*lead, kept.row_bytes(width))) for name, (*lead, width) in shapes.items()}
 
     @property
     def entries(self) -> Mapping[str, SavedTensor]:
@@ -480,10 +486,9 @@ class PackedSource:
         if name not in self._packed:
             self._source.read(name, part, start, out)
             return
-        rows, width = self._source.entries[name].shape
-        line = part.local_shape[1]  # bytes per row of the part
+        line = part.local_shape[-1]  # bytes per row of the part
         at, end, per = start, start + len(out), self._kept.block_bytes
-        numbers = self._numbers(part, rows, width)
+        numbers = self._numbers(part, tuple(self._source.entries[name].shape))
         # Read complete rows, and drop the unneeded elements at both ends. Flat slices usually begin at a row.
         step = max(1, _AT_ONCE * per // line)
         while at < end:
@@ -494,14 +499,15 @@ class PackedSource:
             out[at - start : at - start + high - low] = some[low:high].numpy().data
             at += high - low
 
-    def _numbers(self, part: Part, rows: int, width: int) -> Part:
-        if part.rows is None or part.dim == 0:
-            return Part((rows, width), part.dim, part.rows)
-        per = self._kept.block_bytes
-        return Part((rows, width), 1, tuple((low // per * 64, min(high // per * 64, width)) for low, high in part.rows))
+    def _numbers(self, part: Part, shape: tuple[int, ...]) -> Part:
+        if part.rows is None or part.dim < len(shape) - 1:
+            return Part(shape, part.dim, part.rows)
+        per, width = self._kept.block_bytes, shape[-1]
+        rows = tuple((low // per * 64, min(high // per * 64, width)) for low, high in part.rows)
+        return Part(shape, part.dim, rows)
 
     def _rows(self, name: str, numbers: Part, first: int, last: int) -> torch.Tensor:
-        width = numbers.local_shape[1]
+        width = numbers.local_shape[-1]
         kind = torch_formats()[self._source.entries[name].dtype]
         stored = torch.empty((last - first) * width, dtype=kind)
         self._source.read(name, numbers, first * width, stored.view(torch.uint8).numpy().data)
@@ -514,6 +520,6 @@ def packed_source(model: nn.Module, source: StateSource) -> StateSource:
     Without an adapter on quantized weights, this is `source` itself.
     """
     record = adapted(model)
-    if record is None or not record.packed:
+    if record is None or not (packed := record.packed_weights()):
         return source
-    return PackedSource(source, [f"{path}.weight" for path in record.packed], BASE_FORMATS[record.base])
+    return PackedSource(source, list(packed), BASE_FORMATS[record.base])

@@ -21,7 +21,7 @@ from weft.train.folder import RunFolder, free_name, new_files_like, run_folder, 
 from weft.train.hooks import LEFT_OUT
 from weft.train.tasks.base import Report, Task
 from weft.train.tasks.registry import find_task
-from weft.train.weights.run_adapter import with_adapter
+from weft.train.weights.run_adapter import started_values, with_adapter
 
 
 def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
@@ -96,7 +96,9 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
         from weft.optim.build import check_optimizer
 
-        check_optimizer(with_adapter(task.shapes(), config), config.full_optimizer)
+        shapes = with_adapter(task.shapes(), config)
+        check_optimizer(shapes, config.full_optimizer)
+        started_values(shapes, config)
     by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
     if by not in known:
         raise ConfigError(

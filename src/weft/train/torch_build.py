@@ -23,6 +23,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.magnitudes import load_base
+from weft.train.averaged_weights import check_averages
 from weft.train.data_share import Batches, Share
 from weft.train.engine import EngineJob
 from weft.train.gpu_kernels import GpuKernels
@@ -31,7 +32,7 @@ from weft.train.model_state import packed_source
 from weft.train.replica_engine import OtherWorlds
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
-from weft.train.weights.run_adapter import with_adapter
+from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +62,23 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     model = with_adapter(base, config)
     weights = None if weights is None else packed_source(model, weights)
     freeze(model, config.optimizer)
+    is_resumed = rank.group.on_first(lambda: bool(list_checkpoints(job.folder.checkpoints)))
+    started = {} if is_resumed else started_values(model, config)
     # The checkpoint of an adapter does not contain the base.
-    reads = adapted(model) is not None or not rank.group.on_first(
-        lambda: bool(list_checkpoints(job.folder.checkpoints))
-    )
+    reads = adapted(model) is not None or not is_resumed
     noise = embedding_noise(model, config.train.neftune_alpha, config.train.seq_len)
     _lay_out(job, mesh, model, weights, reads=reads, noise=noise)
+    start_adapter(model, started)
     kernels.choose_convolutions(model)
     if (second := task.second_model(mesh.plan)) is not None:
         _lay_out(job, mesh, second.requires_grad_(False), task.second_weights(second), reads=True)
 
     replicas = None if job.world is None else OtherWorlds(job, job.world, mesh, model, rank.group)
+    optimizer = build_optimizer(model.named_parameters(), config.full_optimizer, config.seed)
+    check_averages(mesh.plan, optimizer)
     step = TrainStep(
         model,
-        build_optimizer(model.named_parameters(), config.full_optimizer, config.seed),
+        optimizer,
         task.loss,
         mesh,
         forward=task.forward,

@@ -17,6 +17,7 @@ from weft.errors import ModelError
 from weft.memory.offload import HostCopies
 from weft.monitor.step_times import Meter
 from weft.parallel.local_sgd import rare_sync
+from weft.train.averaged_weights import averaged
 from weft.train.data_share import Batches
 from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, TraceKind, derive_seed
 from weft.train.gpu_kernels import GpuKernels
@@ -222,7 +223,8 @@ class TorchEngine:
         """Compute loss and metrics over the task's evaluation set."""
         assert self._eval_batches is not None
         self._kernels.before_evaluation()
-        return evaluate_run(self.model, self._eval_batches, self.mesh, self._job.task)
+        with averaged(self.model, self.train_step.optimizer):
+            return evaluate_run(self.model, self._eval_batches, self.mesh, self._job.task)
 
     def background_ranks(self) -> RankGroup:
         """Return a group of all ranks for background threads, which communicates over the rendezvous store."""

@@ -45,6 +45,18 @@ def test_packed_base_uses_its_packed_bytes(text, ranks, base, each):
     assert stored - packed == pytest.approx((2 - each) * LINEARS / ranks, rel=0.001)
 
 
+@pytest.mark.parametrize("text, ranks", [("dp_replicate=1", 1), ("dp_shard=4 ep=4", 4), ("dp_shard=4 zero=3", 4)])
+def test_stacked_experts_use_their_packed_bytes(text, ranks):
+    shape = replace(SHAPE, num_experts=8, top_k=2, expert_ffn=SHAPE.ffn // 2, moe_layers=SHAPE.layers)
+    sizes = [AdapterSize.of_shape(shape, 16, base) for base in ("stored", "nf4")]
+    (stored, plain), (packed, kept) = (one(text, shape=shape, adapter=size) for size in sizes)
+    experts = shape.moe_layers * shape.num_experts * shape.expert_params
+    others = sizes[1].packed * shape.layers  # ep alone does not shard them
+    freed = (experts / ranks + others / (1 if "ep" in text else ranks)) * (2 - 0.5625)
+    assert plain["parameters"] - kept["parameters"] == pytest.approx(freed, rel=0.001)
+    assert packed["memory_bound"] > stored["memory_bound"]
+
+
 def test_rows_are_packed_in_full_blocks():
     size = AdapterSize.of_widths(4, 1, [(65, 10)], "nf4", [(65, 10), (64, 8)])
     assert size.packed_bytes == 10 * 2 * 36 + 8 * 36

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from weft.config.cluster import DeviceSpec
 from weft.config.decoder_shape import DecoderSpec
@@ -13,51 +13,19 @@ from weft.config.model_spec import resolve_decoder
 from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
 from weft.config.plan_text import is_auto
+from weft.config.rules.config_rule import ConfigRule, plan_of
 from weft.config.rules.monitor_rules import energy_problems, watch_problems
+from weft.config.rules.optimizer_rules import OPTIMIZER_RULES
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
 from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
-from weft.config.sections import TRAINS, AdapterSection, OptimizerSection
+from weft.config.sections import TRAINS, AdapterSection
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigRule:
-    """A constraint on a config.
-
-    Attributes:
-        keys: the dotted keys that the rule reads; the first one is reported as the problem.
-        reason: one sentence that explains the rule for every config.
-        predicate: True if the config breaks the rule.
-        message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and the equals sign.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    reason: str
-    predicate: Callable[[RunConfig], bool]
-    message: str | Callable[[RunConfig], str]
-
-    def check(self, config: RunConfig) -> Problem | None:
-        """Return the problem, or None if the config satisfies the rule."""
-        if not self.predicate(config):
-            return None
-        message = self.message if isinstance(self.message, str) else self.message(config)
-        return Problem(self.keys[0], f"{self.keys[0]}={message}")
-
 
 # Rules for configs whose replicas are separate process groups (`launch.replicas_apart`).
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
-
-
-def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
-    """Return the plan and its open axis, or None if the planner chooses the plan or it cannot be read."""
-    try:
-        return None if is_auto(config.plan) else Plan.read_open(config.plan)
-    except PlanError:
-        return None
 
 
 APART_RULES: tuple[ConfigRule, ...] = (
@@ -67,7 +35,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         reason="Only replicas that synchronize every H steps can be separate, so the plan needs sync=diloco:H.",
         predicate=lambda config: (
             config.launch.replicas_apart
-            and (found := _plan(config)) is not None
+            and (found := plan_of(config)) is not None
             and (found[0].sync == "step" or (found[0].dp_replicate == 1 and found[1] != "dp_replicate"))
         ),
         message=lambda config: (
@@ -80,7 +48,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.replicas_apart", "plan"),
         reason="Separate replicas synchronize the full model together, so they cannot stream fragments.",
         predicate=lambda config: (
-            config.launch.replicas_apart and (found := _plan(config)) is not None and found[0].sync_fragments > 0
+            config.launch.replicas_apart and (found := plan_of(config)) is not None and found[0].sync_fragments > 0
         ),
         message=lambda config: (
             f"true: the plan {config.plan!r} streams fragments, and separate replicas synchronize the full model "
@@ -92,7 +60,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.replicas_apart", "plan"),
         reason="A replica that misses a synchronization would add its error feedback to weights that have changed.",
         predicate=lambda config: (
-            config.launch.replicas_apart and (found := _plan(config)) is not None and keeps_residual(found[0])
+            config.launch.replicas_apart and (found := plan_of(config)) is not None and keeps_residual(found[0])
         ),
         message=lambda config: (
             f"true: the plan {config.plan!r} adds its compression error to the next synchronization, which a separate "
@@ -165,7 +133,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         reason="Replicas are counted from 0 to dp_replicate - 1.",
         predicate=lambda config: (
             config.launch.replica is not None
-            and (found := _plan(config)) is not None
+            and (found := plan_of(config)) is not None
             and found[1] is None
             and config.launch.replica >= found[0].dp_replicate
         ),
@@ -179,7 +147,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.replica", "plan"),
         reason="Machines that each start one replica need the same plan, so it must not depend on their devices.",
         predicate=lambda config: (
-            config.launch.replica is not None and (found := _plan(config)) is not None and found[1] is not None
+            config.launch.replica is not None and (found := plan_of(config)) is not None and found[1] is not None
         ),
         message=lambda config: (
             f"{config.launch.replica}: the plan {config.plan!r} has an axis '*', and this machine has only one "
@@ -291,6 +259,16 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         ),
     ),
     ConfigRule(
+        name="reference-has-no-started-adapter",
+        keys=("adapter.start", "task.name"),
+        reason="The reference of these tasks is the model without its adapter, which is not where training starts.",
+        predicate=lambda config: bool(config.adapter.start) and config.task.name in ("prefer", "grpo"),
+        message=lambda config: (
+            f"{config.adapter.start}: the reference of task={config.task.name} is the model without an adapter. Merge "
+            "the adapter into model.path first (weft export RUN FOLDER --merge), and leave adapter.start out."
+        ),
+    ),
+    ConfigRule(
         name="packed-base-has-no-dora",
         keys=("adapter.base", "adapter.kind"),
         reason="DoRA divides by norms of the weights, which quantized weights do not provide.",
@@ -385,76 +363,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         predicate=lambda config: bool(_layout_problem(config)),
         message=lambda config: f"{config.layout}: {_layout_problem(config)}",
     ),
-    ConfigRule(
-        name="options-are-of-a-class",
-        keys=("optimizer.options", "optimizer.name"),
-        reason="Only an optimizer set as package.module:Class has options; adamw, sgd and muon have named settings.",
-        predicate=lambda config: bool(config.optimizer.options) and not config.optimizer.is_foreign,
-        message=lambda config: (
-            f"{shown(config.optimizer.options)}: only an optimizer set as package.module:Class has options, and "
-            f"optimizer.name is {config.optimizer.name}. Set optimizer.betas, eps or momentum instead, or use a "
-            "class."
-        ),
-    ),
-    ConfigRule(
-        name="optimizer-classes-have-options",
-        keys=("optimizer.betas", "optimizer.eps", "optimizer.states", "optimizer.name"),
-        reason="These settings are Weft's own optimizers', and a class has options of its own.",
-        predicate=lambda config: (
-            config.optimizer.is_foreign
-            and any(
-                getattr(config.optimizer, name) != OptimizerSection.model_fields[name].default
-                for name in ("betas", "eps", "states")
-            )
-        ),
-        message=lambda config: (
-            f"{shown(config.optimizer.betas)}: optimizer.name={config.optimizer.name} does not read betas, eps and "
-            "states. Set optimizer.options, such as {betas = [0.9, 0.99]}, or leave them out."
-        ),
-    ),
-    ConfigRule(
-        name="one-set-of-weights",
-        keys=("optimizer.name",),
-        reason="Evaluations and checkpoints use the trained weights, and schedule-free optimizers need other ones.",
-        predicate=lambda config: config.optimizer.name.startswith(("schedulefree", "pytorch_optimizer:ScheduleFree")),
-        message=lambda config: (
-            f"{config.optimizer.name}: it evaluates an average of the weights that it trains, and Weft evaluates and "
-            "saves the trained ones. Use optimizer.name=adamw with schedule.kind=wsd."
-        ),
-    ),
-    ConfigRule(
-        name="momentum-is-of-sgd-and-muon",
-        keys=("optimizer.momentum", "optimizer.name"),
-        reason="Other optimizers have no such setting.",
-        predicate=lambda config: config.optimizer.momentum is not None and config.optimizer.name not in ("sgd", "muon"),
-        message=lambda config: (
-            f"{config.optimizer.momentum}: optimizer.name={config.optimizer.name} does not read it. Leave it out, or "
-            "use optimizer.name=sgd or muon."
-        ),
-    ),
-    ConfigRule(
-        name="nesterov-is-of-sgd",
-        keys=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
-        reason="Nesterov momentum is a variant of SGD with momentum.",
-        predicate=lambda config: (
-            config.optimizer.nesterov and (config.optimizer.name != "sgd" or config.optimizer.momentum == 0)
-        ),
-        message=lambda config: (
-            f"true: it is a variant of SGD with momentum, and here optimizer.name={config.optimizer.name}"
-            f"{' with optimizer.momentum=0' if config.optimizer.name == 'sgd' else ''}. "
-            f"Use false, or optimizer.name=sgd with momentum=0.9."
-        ),
-    ),
-    ConfigRule(
-        name="bf16-states-are-of-adamw",
-        keys=("optimizer.states", "optimizer.name"),
-        reason="Only AdamW's moments can be stored in bf16 or fp8.",
-        predicate=lambda config: config.optimizer.states != "fp32" and config.optimizer.name != "adamw",
-        message=lambda config: (
-            f"{config.optimizer.states}: only AdamW's moments can be stored in bf16 or fp8, and optimizer.name is "
-            f"{config.optimizer.name}. Use fp32, or optimizer.name=adamw."
-        ),
-    ),
+    *OPTIMIZER_RULES,
     ConfigRule(
         name="measured-kernels-vary",
         keys=("train.deterministic", "kernels.convolutions"),
@@ -502,7 +411,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.device", "plan"),
         reason="Only NVIDIA GPUs record graphs.",
         predicate=lambda config: (
-            config.launch.device == "cpu" and (found := _plan(config)) is not None and found[0].graphs
+            config.launch.device == "cpu" and (found := plan_of(config)) is not None and found[0].graphs
         ),
         message="cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
     ),

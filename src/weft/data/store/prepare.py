@@ -387,7 +387,8 @@ def _first_file(wanted: RequestedSource) -> RequestedSource:
 
 def _with_files(data: PreparedData, first: RequestedSource, every: FileSet) -> PreparedData:
     """Return the data of a stream's first file with the list of all files."""
-    files = [[str(file.path), file.size_bytes] for file in every.files]
+    # The hub's cache has links to files without a suffix, so links are not resolved.
+    files = [[str(Path(file.name).absolute()), file.size_bytes] for file in every.files]
     streamed = {"files": files, "holdout": first.limits.holdout, "schema": first.schema.to_dict()}
     size = f"{counted(len(files), 'file')} and {format_bytes(every.size_bytes)}"
     summary = [*data.summary, f"{every.path}: a stream of {size}, of which the first file is tokenized now"]

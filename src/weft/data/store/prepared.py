@@ -226,7 +226,7 @@ class RequestedSource:
         Raises:
             DataError: as in `find_files`.
         """
-        files = find_files(section.path, field)
+        files = find_files(section.path, field, lazy=data.stream and field.startswith("data.train"))
         pieces = chunk_bytes(files, holdout)
         limits = ReadLimits(holdout, data.max_record_bytes, data.max_bad_fraction, pieces)
         return cls(section, files, limits, preferences, data.reasoning)

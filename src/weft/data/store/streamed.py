@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from weft import hub
 from weft.config.run_config import RunConfig
 from weft.data.order.stream import Rows, Sample, SampleStream, count_parts, derive_key, permutation
 from weft.data.store.prepared import CachedSource, PreparedData, RequestedSource, key_of, ready_source
@@ -133,7 +134,8 @@ class StreamedSequences(SampleStream):
     def _count(self, part: int, turn: int) -> int:
         """Count the sequences of a file, unless the cache has the number."""
         name, size = self._files[self._file_at(part, turn)[0]]
-        changed_ns = Path(name).stat().st_mtime_ns if Path(name).exists() else 0
+        # The path of a file on the hub contains the commit, and the file may not be downloaded yet.
+        changed_ns = Path(name).stat().st_mtime_ns if Path(name).exists() and not self._is_on_hub else 0
         known = self._cache / f"count-{key_of(name, size, changed_ns)}.txt"
         with suppress(OSError, ValueError):
             return int(known.read_text("utf-8"))
@@ -141,8 +143,14 @@ class StreamedSequences(SampleStream):
         replace_text(known, f"{found}\n")
         return found
 
+    @property
+    def _is_on_hub(self) -> bool:
+        return hub.is_hub_text(self._config.data.train[0].path)
+
     def _ready(self, number: int, report: Report | None = None) -> CachedSource:
         name, size = self._files[number]
+        if self._is_on_hub:
+            hub.fetch(self._config.data.train[0].path, "data.train.0.path", Path(name))
         files, data = find_files(name, "data.train.0"), self._config.data
         if files.size_bytes != size:
             raise self._changed(number)

@@ -6,7 +6,7 @@ import glob
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +66,10 @@ class FileSet:
         return sum(file.size_bytes for file in self.files)
 
 
-def find_files(path: str, field: str) -> FileSet:
+def find_files(path: str, field: str, *, lazy: bool = False) -> FileSet:
     """Return the files of `path`. `field` is the dotted config key for errors, such as "data.train.0".
+
+    lazy: include files of a data set on the hub that are not downloaded yet.
 
     Raises:
         DataError: if nothing matches, `path` is a URL, a format is unknown, the files are of several formats, or one is
@@ -80,8 +82,8 @@ def find_files(path: str, field: str) -> FileSet:
     if path.startswith("builtin:"):
         raise DataError(f"{field}.path={path}: no such built-in source.{did_you_mean(path, [STDLIB_SOURCE])} {_USE}")
     if hub.is_hub_text(path):
-        folder, found = hub.local_data(path, f"{field}.path")
-        return _file_set(field, path, found, folder)
+        folder, sizes = hub.local_data(path, f"{field}.path")
+        return _file_set(field, path, sizes, folder, sizes if lazy else {})
     if "://" in path:
         raise DataError(
             f"{field}.path={path}: Weft reads local files only. "
@@ -142,7 +144,11 @@ def _walk(folder: Path, leaves_out: Callable[[str], bool]) -> list[Path]:
     return found
 
 
-def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileSet:
+def _file_set(
+    field: str, path: str, found: Iterable[Path], root: Path, sizes: Mapping[Path, int] | None = None
+) -> FileSet:
+    """Return found files as a source. sizes: sizes of files that need not exist yet."""
+    sizes = sizes or {}
     found = list(found)
     # Sorted by path relative to the source, so that a moved folder keeps its order.
     known = sorted((_relative(name, root), name) for name in found if _format_of(name))
@@ -151,9 +157,9 @@ def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileS
         reason = f"no file of a known format ({', '.join(seen)} found)" if seen else "no file matches"
         raise DataError(f"{field}.path={path}: {reason}. {_USE}")
     for _, name in known:
-        if not name.is_file():
+        if not name.is_file() and name not in sizes:
             raise DataError(f"{field}.path={path}: {name} is {_odd(name)}. Repair or remove it.")
-    files = [_source_file(relative, name) for relative, name in known]
+    files = [_source_file(relative, name, sizes) for relative, name in known]
     # A .json file among data of another format is a description (dataset_info.json). If there is only json, it is the
     # data.
     files = [file for file in files if file.format != "json"] or files
@@ -171,7 +177,9 @@ def _relative(name: Path, root: Path) -> str:
     return name.relative_to(root).as_posix() if root != Path() else name.as_posix()
 
 
-def _source_file(relative: str, path: Path) -> SourceFile:
+def _source_file(relative: str, path: Path, sizes: Mapping[Path, int]) -> SourceFile:
     data_format, compression = _format_of(path) or ("", "")
+    if not path.exists():
+        return SourceFile(path, str(path), data_format, compression, sizes[path], 0)
     stat = path.stat()
     return SourceFile(path.resolve(), str(path), data_format, compression, stat.st_size, stat.st_mtime_ns)

@@ -374,13 +374,14 @@ def _table_past_padding(model: nn.Module) -> nn.Embedding | None:
 
 
 def has_gated_experts(experts: nn.Module) -> bool:
-    """Return True if a transformers module has experts of the form down(gate(x)).
+    """Return True if a transformers module has experts of the form down(gate(x)), with or without biases.
 
-    The weights must be stored as (outputs, inputs), without biases and without a norm after the experts.
+    Weights may be stored as (outputs, inputs) or transposed. A norm after the experts is not supported.
     """
-    said = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+    said = {"has_gate": (True,), "has_post_expert_norm": (False,)}
+    said |= dict.fromkeys(("has_bias", "is_transposed"), (True, False))
     return callable(getattr(experts, "_apply_gate", None)) and all(
-        getattr(experts, name, None) is value for name, value in said.items()
+        getattr(experts, name, None) in values for name, values in said.items()
     )
 
 

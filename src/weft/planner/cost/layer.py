@@ -18,7 +18,7 @@ from weft.planner.cost.row_dedupe import RowDeduplicator, taken
 from weft.planner.cost.traced import RankShare, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
 from weft.planner.space.columns import PRECISIONS, Columns, Job
 from weft.planner.space.shape import Shape, TracedShape
-from weft.planner.space.trained_part import AdapterSize
+from weft.planner.space.trained_part import UNPACKED, AdapterSize
 
 Array = NDArray[np.float64]
 
@@ -122,7 +122,7 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kerne
     return Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, moved_f + quantised, moved_b + 2 * quantised, calls)
 
 
-def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
+def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array, ep: Array) -> Kernels:
     """Return the kernels of a layer with frozen weights and an adapter.
 
     Frozen weights have no gradients, so `wgrad` is 0. The gradients of the adapter's weights are included in `dgrad`.
@@ -137,6 +137,9 @@ def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Ar
     thin = made.gemm_f * adapter.params / active
     bytes_once = tokens * adapter.width * (0.5 + 0.5 / t) * 4.0
     unpacked = adapter.unpacked_bytes / t
+    if shape.moe_layers and not adapter.fused:  # each expert of the rank is dequantized once
+        stacked = shape.num_experts * shape.expert_params * (shape.moe_layers / shape.layers)
+        unpacked = unpacked + UNPACKED.get(adapter.base, 0.0) * stacked / ep
     return replace(
         made,
         gemm_f=made.gemm_f + thin,
@@ -411,7 +414,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     else:
         made, ends = kernels(job, columns, tables, cut), Ends(embed=bytes_s(tables, tokens * shape.hidden * 16.0))
     if job.adapter is not None:
-        made = frozen_layer_terms(job, job.adapter, made, tokens, t)
+        made = frozen_layer_terms(job, job.adapter, made, tokens, t, columns.ep.astype(np.float64))
     made = partly_trained(job, made)
     moved_f, moved_b = made.moved_f, made.moved_b
     if (columns.cp > 1).any():

@@ -11,6 +11,7 @@ from weft.planner.cost.layer import padded_vocab
 from weft.planner.cost.traced import end_params, layer_params
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import TracedShape
+from weft.planner.space.trained_part import BLOCK, BLOCK_BYTES
 
 Array = NDArray[np.float64]
 
@@ -77,7 +78,10 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
     It differs from the number of parameters only for a quantized base, whose parameters use fewer bytes.
     """
     adapter = job.adapter
-    if adapter is None or not adapter.packed:
+    if adapter is None or adapter.base not in BLOCK_BYTES:
+        return shares
+    shares = replace(shares, experts=shares.experts * (BLOCK_BYTES[adapter.base] / BLOCK) / width)
+    if not adapter.packed:
         return shares
     each = layers / columns.tp.astype(np.float64)
     packed = np.minimum(shares.dense, each * adapter.packed)

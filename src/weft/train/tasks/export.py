@@ -153,12 +153,12 @@ class MergedBase:
         if name in self._trained:  # for example a norm that was trained with the adapter
             return self._trained[name]
         stored, path = read_full(self._source, name), name.removesuffix(".weight")
-        if path in self._record.packed:
+        if name in self._record.packed_weights():
             # The adapter was trained on dequantized values, not on the folder's values.
             kept = BASE_FORMATS[self._record.base]
             packed = kept.pack(stored)
             expect_same_base(name, packed, self._digests, self._path)
-            stored = kept.unpack(packed, stored.shape[1], stored.dtype)
+            stored = kept.unpack(packed, stored.shape[-1], stored.dtype)
         else:
             expect_same_base(name, stored, self._digests, self._path)
         if name in self._record.experts:

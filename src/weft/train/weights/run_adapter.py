@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from weft.checkpoint.manifest import TensorEntry
+from weft.checkpoint.read import Part
+from weft.checkpoint.read_tensors import copy_part
 from weft.config.run_config import RunConfig
-from weft.errors import ConfigError, ModelError, Problem
+from weft.errors import CheckpointError, ConfigError, ModelError, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +49,50 @@ def with_adapter(model: Model, config: RunConfig, base: Path | None = None) -> M
         said = f"adapter.{error}" if named else f"{key}={section.rank}: {error}"
         raise ConfigError([Problem(key, said)]) from error
     return model
+
+
+def started_values(model: nn.Module, config: RunConfig) -> dict[str, torch.Tensor]:
+    """Return the tensors of `adapter.start` by name, or {} if it is not set.
+
+    model: the task's model with the config's adapter, before `parallelize`.
+
+    Raises:
+        ConfigError: if the folder has no adapter in peft's format, or another one than the config's.
+    """
+    start = config.adapter.start
+    if not start:
+        return {}
+    from weft.models.peft_files import adapter_values
+
+    try:
+        return adapter_values(model, Path(start).expanduser())
+    except CheckpointError as error:
+        raise ConfigError([Problem("adapter.start", f"adapter.start={start}: {error}")]) from error
+
+
+def start_adapter(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Set tensors of a parallelized model's adapter from full tensors by name. All ranks call it."""
+    if not values:
+        return
+    from weft.parallel.state.gradients import data_parallel
+
+    engine = data_parallel(model)
+    for one in engine.model_slices():
+        if one.name in values:
+            one.fill(_Values(values))
+    engine.publish()
+
+
+class _Values:
+    """A `StateSource` of full tensors in memory."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]):
+        self._values = {name: tensor.double().contiguous().numpy() for name, tensor in values.items()}
+        self.entries = {name: TensorEntry("", "F64", array.shape) for name, array in self._values.items()}
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a flattened part from index `start` on."""
+        copy_part(self._values[name], part, start, out)
 
 
 def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> dict[str, list[int]] | list[int]:

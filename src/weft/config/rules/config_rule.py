@@ -1,0 +1,44 @@
+"""The form of a rule between the keys of one config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.config.plan import Plan
+from weft.config.plan_text import is_auto
+from weft.config.run_config import RunConfig
+from weft.errors import PlanError, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigRule:
+    """A constraint on a config.
+
+    Attributes:
+        keys: the dotted keys that the rule reads; the first one is reported as the problem.
+        reason: one sentence that explains the rule for every config.
+        predicate: True if the config breaks the rule.
+        message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and the equals sign.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    reason: str
+    predicate: Callable[[RunConfig], bool]
+    message: str | Callable[[RunConfig], str]
+
+    def check(self, config: RunConfig) -> Problem | None:
+        """Return the problem, or None if the config satisfies the rule."""
+        if not self.predicate(config):
+            return None
+        message = self.message if isinstance(self.message, str) else self.message(config)
+        return Problem(self.keys[0], f"{self.keys[0]}={message}")
+
+
+def plan_of(config: RunConfig) -> tuple[Plan, str | None] | None:
+    """Return the plan and its open axis, or None if the planner chooses the plan or it cannot be read."""
+    try:
+        return None if is_auto(config.plan) else Plan.read_open(config.plan)
+    except PlanError:
+        return None
