@@ -395,7 +395,8 @@ class GrpoTask(DecoderTask):
         text = decoded(self.data.tokenizer, prompt.ids, specials=True)
         return [f"prompt of {len(prompt.ids)} tokens", *text.split("\n")]
 
-    def show(self, folder: RunFolder, step: int) -> str:
+    def sample(self, folder: RunFolder, step: int, forwards: Forwards) -> str:
+        """Return "", because `samples/` has completions of all steps."""
         return ""
 
     def try_line(self, folder: RunFolder) -> str:
