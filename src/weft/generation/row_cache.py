@@ -93,6 +93,11 @@ class RowCache:
                 layer.num_elsewhere = self.num_columns
             elif hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = self.num_columns
+            elif getattr(layer, "keys", 0) is None:  # another rank has the keys of this layer
+                layer.get_seq_length = lambda: self.num_columns
+            states: dict[Any, Tensor | None] = getattr(layer, "conv_states", {})
+            if states and all(state is None for state in states.values()):  # likewise
+                layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
 
 
 def _decoder_cache(model: Decoder, alone: bool) -> Cache:
