@@ -25,7 +25,7 @@ from weft.errors import ModelError
 from weft.models.inspect import layers
 from weft.models.inspect.blocks import replace_class
 from weft.parallel.layers.index_check import check_labels
-from weft.parallel.tensor.head import LossChunking, token_loss
+from weft.parallel.tensor.head import LossChunking, token_loss, trained_rows
 from weft.parallel.tensor.head_log_probs import token_log_probs, token_scores
 from weft.parallel.tensor.linear import TOKENS, SharedLayer
 from weft.parallel.tensor.sharded_modules import Entry
@@ -132,8 +132,8 @@ class Head:
     def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return True if the head computes the loss of x.
 
-        This is so if labels match these tokens, the vocabulary is sharded or the logits are large, and the model does
-        not change logits after the head.
+        This is so if labels match these tokens, the model does not change logits after the head, and the vocabulary is
+        sharded, the logits are large, or a loss on log-probabilities has many tokens without a label.
         """
         labels = self.labels
         if labels is None or self.scales or x.dim() != labels.dim() + 1:
@@ -143,7 +143,9 @@ class Head:
             shape[TOKENS] *= self.line.axis.size
         if tuple(shape) != tuple(labels.shape):
             return False
-        return self.of_scores or self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
+        if self.of_scores or self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES:
+            return True
+        return self.of_tokens and trained_rows(labels.flatten(), self.ignore) is not None
 
 
 class LossHead(nn.Module):
