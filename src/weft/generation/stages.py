@@ -37,7 +37,7 @@ class OtherStage(nn.Module):
         self._axis, self._owner, self._is_last, self._count = axis, owner, is_last, count
 
     def forward(self, x_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the block's rank, in the block's form. In a trace on the meta device, return the input."""
+        """Return the output of the block's rank, in the block's form. A trace on the meta device returns the input."""
         if self._is_last and not x_BTD.is_meta:
             x_BTD = broadcast(torch.empty_like(x_BTD, memory_format=torch.contiguous_format), self._axis, self._owner)
         return (x_BTD, *([None] * (self._count - 1))) if self._count else x_BTD
