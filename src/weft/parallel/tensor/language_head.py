@@ -33,6 +33,8 @@ from weft.private_torch import register_pytree_node
 
 #: A head with an unsharded vocabulary computes the loss directly if the logits would exceed this size.
 LARGE_LOGITS_BYTES = 2**28
+#: The same for log-probabilities, if many tokens have no label.
+SPARSE_LOGITS_BYTES = 2**23
 
 _ATTRIBUTE = "_weft_head"
 
@@ -44,6 +46,10 @@ class _LogitsStandIn:
 
     def contiguous(self) -> Self:
         """Return this object. Models may call this on their logits, and it changes no values."""
+        return self
+
+    def float(self) -> Self:
+        """Return this object. The head computes in float32 or wider."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -143,9 +149,14 @@ class Head:
             shape[TOKENS] *= self.line.axis.size
         if tuple(shape) != tuple(labels.shape):
             return False
-        if self.of_scores or self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES:
+        size_bytes = labels.numel() * weight.shape[0] * 4
+        if self.of_scores or self.line.axis.size > 1 or size_bytes > LARGE_LOGITS_BYTES:
             return True
-        return self.of_tokens and trained_rows(labels.flatten(), self.ignore) is not None
+        return (
+            self.of_tokens
+            and size_bytes > SPARSE_LOGITS_BYTES
+            and trained_rows(labels.flatten(), self.ignore) is not None
+        )
 
 
 class LossHead(nn.Module):
