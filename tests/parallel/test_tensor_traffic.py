@@ -140,5 +140,6 @@ def test_large_head_is_fused_without_tp(monkeypatch):
     assert isinstance(output, HeadLoss)
     torch.testing.assert_close(large, small, rtol=1e-12, atol=0)
     assert count == other_count
+    assert output.float() is output
     with pytest.raises(Exception, match="the model changes its logits after the head"):
         output / 2

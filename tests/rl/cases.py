@@ -47,6 +47,7 @@ CASES = {
     "rloo": (["grpo.method=rloo", "grpo.temperature=0.7"], 0),
     "tokens": (["grpo.normalize=tokens", "grpo.reward_weights=[0.5, 2.0]"], 0),
     "updates": (["grpo.updates_per_rollout=3", "grpo.clip_low=0.01", "grpo.clip_high=0.03"], 0),
+    "sequence": (["grpo.ratio=sequence", "grpo.updates_per_rollout=3", "grpo.clip_low=2e-3", "grpo.clip_high=4e-3"], 0),
     "adapter": (["grpo.beta=0.3", "grpo.normalize=tokens"], 2),
     "distill": (["grpo.method=distill"], 0),
 }
@@ -239,6 +240,8 @@ def plain_loss(model, other, samples, gains, stored, grpo) -> torch.Tensor:
         if grpo.method == "distill":
             gain = reference - old
         ratio = torch.exp(now - old)
+        if grpo.ratio == "sequence":
+            ratio = torch.exp((now - old)[mask].mean()).expand(len(now))
         losses = -torch.min(ratio * gain, ratio.clamp(1 - grpo.clip_low, 1 + grpo.clip_high) * gain)
         if grpo.importance_cap:
             losses = (

@@ -37,6 +37,10 @@ def column(prompts, completions, completion_ids, letter):
 def some(completions, **columns):
     return [None, float("nan"), True, 3, *[0.5] * (len(completions) - 4)]
 
+def reads(completions):
+    import sys
+    return [10**400, *[float(len(sys.stdin.read())) for _ in completions[1:]]]
+
 def raises(completions):
     return [1 / len(one) for one in ["", *completions]]
 
@@ -90,7 +94,7 @@ def test_functions_get_lists_by_name_and_may_be_called_again(functions):
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("raises", "it raised ZeroDivisionError at own.py:16 (division by zero)"),
+        ("raises", "it raised ZeroDivisionError at own.py:20 (division by zero)"),
         ("few", "it returned 1 values for 4 completions"),
         ("text", "it returned str, and a list of 4 numbers is needed"),
         ("words", "it returned a str, and a number is needed"),
@@ -108,6 +112,15 @@ def test_completions_without_a_reward_are_named(functions):
     assert found.error == "completion 0 has no finite reward"
     assert [math.isnan(one) for one in found.values] == [True, True, False, False]
     assert found.values[2:] == [1.0, 3.0]
+
+
+def test_a_function_that_reads_its_input_gets_nothing(functions):
+    """Otherwise it would wait for the next call, or take it. The first value is an int beyond floats."""
+    both = functions("reads")
+    for _ in range(2):
+        (found,) = both.call(VALUES)
+        assert found.error == "completion 0 has no finite reward"
+        assert found.values[1:] == [0.0] * 3
 
 
 def test_a_function_that_hangs_is_killed_with_its_children(functions):

@@ -86,6 +86,9 @@ class FakeEngine:
     def evaluate(self) -> Evaluation:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
 
+    def sample(self, step: int) -> str:
+        return ""
+
     def background_ranks(self):
         return RankGroup()
 

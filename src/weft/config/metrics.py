@@ -496,7 +496,8 @@ STANDARD: tuple[StandardAlert, ...] = (
     ),
     StandardAlert(
         "sampler-mismatch", "rl.mismatch > 0.1 for 3 steps", "warning",
-        "Sampler and trainer disagree: use the same precision, or set grpo.importance_cap=2.",
+        "Sampler and trainer disagree: set dropout in the model's config to 0, use the same precision, or set "
+        "grpo.importance_cap=2.",
     ),
     StandardAlert(
         "slow-rank", "rank.lag > 1.15 for 30s", "warning",

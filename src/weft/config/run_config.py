@@ -356,10 +356,12 @@ class ResumeSection(Section):
 
 
 class SampleSection(Section):
-    """The text that the trained model writes at the end of a run."""
+    """The text that the trained model writes at the end of a run, and during it."""
 
+    every: Count = 0
+    """Steps between samples, which are written to samples/ of the run folder. 0: only at the end of the run."""
     prompt: str | None = None
-    """Prompt of the sample at the end of the run; by default the first one of the held-out data. Empty: no sample."""
+    """Prompt of the sample; by default the first one of the held-out data. Empty: no sample."""
     max_tokens: PositiveInt = 120
     """Maximum length of the sample, in tokens."""
     temperature: NonNegative = 0.7

@@ -218,10 +218,18 @@ class GrpoSection(Section):
     """Maximum number of tokens of a completion. Prompts may have train.seq_len + 1 minus this many."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The loss uses log probabilities at the same temperature."""
+    top_k: Count = 0
+    """Sample among this many most likely tokens; 0: among all. Log probabilities, of the sampler too, are those of the
+    distribution over all tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the most likely tokens whose probabilities add up to this. See `top_k`."""
     normalize: Literal["auto", "sequence", "tokens", "constant", "sum"] = "auto"
     """Weights of tokens in the loss. sequence: mean over each completion, then over completions; tokens: mean over all
     tokens of the global batch; constant: sum over each completion, divided by max_tokens; sum: sum over each
     completion. auto: sequence for grpo, constant for dr_grpo, sum for rloo, tokens for distill."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Probability ratio that is clipped: of each token, or the geometric mean over a completion's tokens (GSPO, arXiv
+    2507.18071, with clip_low=3e-4 and clip_high=4e-4)."""
     clip_low: Fraction = 0.2
     """The probability ratio is clipped below at 1 minus this."""
     clip_high: NonNegative = 0.2

@@ -20,6 +20,7 @@ from weft.generation.ranks import Alone, Together
 from weft.generation.requests import Completion, Request, Sampling, expect_one_each, refusal
 from weft.generation.row_cache import RowCache
 from weft.generation.sampling import choose
+from weft.models.decoder import Decoder
 
 #: Tokens of prompts that are computed in one forward.
 _PREFILL_TOKENS = 8192
@@ -83,16 +84,17 @@ def generate_batch(
         limits: bounds of the model and the batch.
         together: ranks that share this model's weights; None: no other rank does.
         ends: called with a text's new ids after each token; True ends the text with reason "stop".
-        check: compare the model's logits with and without a cache, once per model (`expect_rows`).
+        check: compare the model's logits with and without a cache, once per model (`expect_rows`). A Decoder with one
+            row is not compared.
 
     Raises:
         ConfigError: if two requests have the same key.
         ModelError: if the model has a cache that cannot be divided into rows, computes something else with it, or has
-            routers with a capacity; or if its logits are nan.
+            routers with a capacity and more than one row; or if its logits are nan.
     """
     expect_one_each(requests)
     together = together or Alone()
-    if check:
+    if check and not (limits.rows == 1 and isinstance(model, Decoder)):
         expect_rows(model, limits.vocab_size)
     batch = _Batch(model, sampling, limits, together, ends)
     done: dict[int, Completion] = {}
@@ -142,7 +144,7 @@ class _Batch:
         prompts = list(dict.fromkeys(row.request.prompt_ids for row in group))
         index = [prompts.index(row.request.prompt_ids) for row in group]
         ids_BT = torch.tensor(prompts, device=self._device)
-        cache = RowCache(self._model)
+        cache = RowCache(self._model, alone=self._limits.rows == 1)
         logits_BV = self._forward(ids_BT, None, cache)
         cache.started(*ids_BT.shape)
         self._sample(group, logits_BV[index])

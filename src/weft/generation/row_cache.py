@@ -23,6 +23,7 @@ class RowCache:
 
     Args:
         model: a Decoder, or a model of transformers.
+        alone: True if the cache never has more than one row.
 
     Attributes:
         cache: argument of the model: a `Cache`, or a DynamicCache of transformers.
@@ -33,8 +34,8 @@ class RowCache:
         ModelError: if a layer's cache is of another class.
     """
 
-    def __init__(self, model: nn.Module):
-        self.cache: Any = _decoder_cache(model) if isinstance(model, Decoder) else _transformers_cache(model)
+    def __init__(self, model: nn.Module, *, alone: bool = False):
+        self.cache: Any = _decoder_cache(model, alone) if isinstance(model, Decoder) else _transformers_cache(model)
         self.starts: list[int] = []
         self.num_columns = 0
 
@@ -92,10 +93,15 @@ class RowCache:
                 layer.num_elsewhere = self.num_columns
             elif hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = self.num_columns
+            elif getattr(layer, "keys", 0) is None:  # another rank has the keys of this layer
+                layer.get_seq_length = lambda: self.num_columns
+            states: dict[Any, Tensor | None] = getattr(layer, "conv_states", {})
+            if states and all(state is None for state in states.values()):  # likewise
+                layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
 
 
-def _decoder_cache(model: Decoder) -> Cache:
-    if model.spec.capacity_factor:
+def _decoder_cache(model: Decoder, alone: bool) -> Cache:
+    if model.spec.capacity_factor and not alone:
         raise ModelError(
             f"model.capacity_factor={model.spec.capacity_factor}: its routers drop tokens depending on the other texts "
             "of a batch, so a text would depend on them. Generate one prompt at a time, or train without a capacity."

@@ -47,22 +47,21 @@ def choose(
         x_BV = x_BV / sampling.temperature
         numbers = [uniform(sampling.seed, key, position) for key, position in zip(keys, positions, strict=True)]
         ids_B = _sampled(x_BV, sampling, torch.tensor(numbers, dtype=torch.float64, device=x_BV.device))
-    log_probs_B = x_BV.log_softmax(-1).gather(-1, ids_B[:, None])[:, 0]
-    return ids_B, log_probs_B
+    return ids_B, x_BV.gather(-1, ids_B[:, None])[:, 0] - x_BV.logsumexp(-1)
 
 
 def _sampled(x_BV: Tensor, sampling: Sampling, numbers_B: Tensor) -> Tensor:
     ids_BN = None
     if (sampling.top_k is not None and sampling.top_k < x_BV.shape[1]) or sampling.top_p < 1:
         x_BV, ids_BN = x_BV.topk(min(sampling.top_k or x_BV.shape[1], x_BV.shape[1]))
-    # Float64, because in fp32 the sum of many small probabilities differs from 1 by more than some tokens have.
-    probs_BN = x_BV.double().softmax(-1)
+    probs_BN = x_BV.softmax(-1)
+    # Sums in float64, because in fp32 the sum of many small probabilities differs from 1 by more than some tokens have.
     if sampling.top_p < 1:
-        before_BN = probs_BN.cumsum(-1) - probs_BN
+        before_BN = probs_BN.cumsum(-1, dtype=torch.float64) - probs_BN
         probs_BN = probs_BN.masked_fill(before_BN >= sampling.top_p, 0.0)
-    ends_BN = probs_BN.cumsum(-1)
+    ends_BN = probs_BN.cumsum(-1, dtype=torch.float64)
+    total_B = ends_BN[:, -1]
     # The first token whose interval ends after the number. Tokens of probability 0 have no interval.
-    found_B1 = torch.searchsorted(ends_BN, (numbers_B * ends_BN[:, -1])[:, None], right=True)
-    last_B1 = (ends_BN < ends_BN[:, -1:]).sum(-1, keepdim=True)
-    found_B1 = torch.minimum(found_B1, last_B1)
+    point_B = torch.minimum(numbers_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    found_B1 = torch.searchsorted(ends_BN, point_B[:, None], right=True)
     return (found_B1 if ids_BN is None else ids_BN.gather(-1, found_B1))[:, 0]

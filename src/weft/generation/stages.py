@@ -37,8 +37,8 @@ class OtherStage(nn.Module):
         self._axis, self._owner, self._is_last, self._count = axis, owner, is_last, count
 
     def forward(self, x_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the block's rank, in the block's form."""
-        if self._is_last:
+        """Return the output of the block's rank, in the block's form. A trace on the meta device returns the input."""
+        if self._is_last and not x_BTD.is_meta:
             x_BTD = broadcast(torch.empty_like(x_BTD, memory_format=torch.contiguous_format), self._axis, self._owner)
         return (x_BTD, *([None] * (self._count - 1))) if self._count else x_BTD
 
@@ -107,6 +107,8 @@ def _forms(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[int]:
 def _sends(axis: Axis, owner: int) -> Callable[[nn.Module, Any, Any], None]:
     def send(block: nn.Module, args: Any, output: Any) -> None:
         del block, args
-        broadcast((output if isinstance(output, Tensor) else output[0]).contiguous(), axis, owner)
+        x_BTD: Tensor = output if isinstance(output, Tensor) else output[0]
+        if not x_BTD.is_meta:
+            broadcast(x_BTD.contiguous(), axis, owner)
 
     return send

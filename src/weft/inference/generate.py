@@ -15,7 +15,7 @@ from typing import Any
 from weft.comm.mesh import Mesh
 from weft.data.store.prepare import stop_ids
 from weft.data.text.tokenizer import Tokenizer
-from weft.errors import DataError
+from weft.errors import ConfigError, DataError
 from weft.generation.batch import Limits, generate_batch
 from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Completion, Request, Sampling
@@ -111,6 +111,11 @@ def write_texts(mesh: Mesh, job: GenerateJob) -> GenerateReport:
     else:
         model, stream = open_streamed(Path(job.source), job.memory_bytes, job.dtype, str(mesh.device))
         opened = OpenedModel(model, *read_facts(job.source).shared(), mesh)
+    if job.sampling.max_tokens > (most := 2**20) == opened.max_positions:
+        raise ConfigError(
+            f"--max-tokens={job.sampling.max_tokens}: this model reads texts of any length, so nothing else may end "
+            f"one. Use at most {most}."
+        )
     mesh = opened.mesh
     prompts = read_prompts(job.prompts)
     sampling = Sampling(**{**asdict(job.sampling), "stop_ids": frozenset(stop_ids(opened.tokenizer))})

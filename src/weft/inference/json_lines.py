@@ -60,6 +60,9 @@ def _object(line: bytes, forms: str) -> dict[str, Any]:
     """Return the object of a line. Raise ValueError for other JSON."""
     try:
         said: Any = json.loads(line)
+        json.dumps(said, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it has half of a surrogate pair, which UTF-8 cannot store. Remove it") from None
     except UnicodeDecodeError:
         raise ValueError("not UTF-8. Save the file as UTF-8") from None
     except RecursionError:

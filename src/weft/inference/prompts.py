@@ -97,6 +97,7 @@ def result_line(prompt: Prompt, sample: int, done: Completion, text: str) -> dic
         text: the tokens' text, cut at a stop text.
     """
     line = {**prompt.fields, "index": prompt.index, "sample": sample}
+    line.pop("error", None)  # of an earlier result that is the file of prompts now
     if done.error:
         return {**line, "error": done.error}
     return {

@@ -61,8 +61,6 @@ def _read(number: int, said: dict[str, Any]) -> ScoreRecord:
             raise ValueError(f'"{key}": {json.dumps(one)[:60]} is not text. Write a string')
         if not one and key != "prompt":
             raise ValueError(f'"{key}": an empty text has no log-likelihood. Write some text, or remove the record')
-        if any("\ud800" <= char <= "\udfff" for char in one):
-            raise ValueError(f'"{key}": it has half of a surrogate pair, which UTF-8 cannot store. Remove it')
     if kind != "choices" or answer is None:
         return ScoreRecord(number, kind, prompt, tuple(scored))
     if type(answer) is not int or not 0 <= answer < len(scored):

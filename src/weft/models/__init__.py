@@ -14,7 +14,6 @@ __all__ = [
     "MoE",
     "as_shapes",
     "build_decoder",
-    "generate",
     "initialise",
     "initialise_parameter",
 ]
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from weft.models.initialize import BATCH_NORMS, initialise, initialise_parameter
     from weft.models.kv_cache import Cache
     from weft.models.registry import build_decoder
-    from weft.models.sampling import generate
 
 __getattr__ = loads(
     __name__,
@@ -37,7 +35,6 @@ __getattr__ = loads(
         "MoE": ".experts",
         "as_shapes": ".decoder",
         "build_decoder": ".registry",
-        "generate": ".sampling",
         "initialise": ".initialize",
         "initialise_parameter": ".initialize",
     },

@@ -3,18 +3,21 @@
 G groups of n completions. R rows, T tokens. For each trained token, with the log probabilities p of the model, o of the
 model at the time of sampling, s of the sampler and f of a reference:
 
-    ratio = exp(p - o)
+    ratio = exp(p - o), or its geometric mean over the completion     GSPO, Zheng et al. 2025, arXiv 2507.18071
     loss  = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)        Schulman et al. 2017, arXiv 1707.06347
             * min(exp(o - s), cap)                                 if there is a cap: truncated importance sampling
             + beta (exp(f - p) - (f - p) - 1)                      estimator k3 of the KL divergence, arXiv 2402.03300
 
 A is the advantage of the token's completion. For distillation it is f - o, with a teacher as the reference: its mean is
 the negative reverse KL divergence from the model to the teacher.
+
+All log probabilities are of the softmax of logits / temperature over the full vocabulary, whatever top_k and top_p
+restrict sampling to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +96,12 @@ class TokenLosses:
     kl: Tensor
 
 
-def policy_losses(log_probs_RT: Tensor, batch: dict[str, Any], settings: GrpoSection) -> TokenLosses:
+def policy_losses(
+    log_probs_RT: Tensor,
+    batch: dict[str, Any],
+    settings: GrpoSection,
+    along_sequence: Callable[[Tensor], Tensor] = lambda values: values,
+) -> TokenLosses:
     """Return the loss of each token, as in the module docstring.
 
     Args:
@@ -102,6 +110,7 @@ def policy_losses(log_probs_RT: Tensor, batch: dict[str, Any], settings: GrpoSec
             probabilities at the time of sampling; without it, they are the current ones. reference has the log
             probabilities of the reference or the teacher.
         settings: the objective.
+        along_sequence: sums values over the ranks that have parts of the sequences.
     """
     own, trained = log_probs_RT, batch["labels"] != IGNORE
     old = batch["old"].to(own) if "old" in batch else own.detach()
@@ -110,7 +119,14 @@ def policy_losses(log_probs_RT: Tensor, batch: dict[str, Any], settings: GrpoSec
     if settings.method == "distill":
         assert reference is not None
         advantages = reference - old
-    ratio = (own - old).exp()
+    log_ratio = own - old
+    if settings.ratio == "sequence":
+        sums_R2 = along_sequence(torch.stack([log_ratio.where(trained, 0.0).sum(1), trained.sum(1)], 1).detach())
+        mean_R1 = sums_R2[:, :1] / sums_R2[:, 1:].clamp(min=1)
+        # The value of the mean, with a gradient to each token as if the ratio were the token's own: with the weights of
+        # normalize=sequence, this is the gradient of the mean.
+        log_ratio = mean_R1 + own - own.detach()
+    ratio = log_ratio.exp()
     limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     losses = -torch.minimum(ratio * advantages, limited * advantages)
     is_clipped = (limited * advantages < ratio * advantages).detach()

@@ -43,7 +43,14 @@ def checked(found: Any, number: int) -> dict[str, Any]:
     values = [one.item() if callable(getattr(one, "item", None)) else one for one in found]
     if odd := [one for one in values if one is not None and not isinstance(one, numbers.Real)]:
         return {"error": f"it returned a {type(odd[0]).__name__}, and a number is needed"}
-    return {"values": [None if one is None or not math.isfinite(one) else float(one) for one in values]}
+    return {"values": [_finite(one) for one in values]}
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        return float(value) if value is not None and math.isfinite(value) else None
+    except OverflowError:  # a huge int
+        return None
 
 
 def main(source: str) -> None:
@@ -51,9 +58,10 @@ def main(source: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank gets the signal too, and ends this process
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    answers = os.fdopen(os.dup(1), "w")
+    calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for line in sys.stdin:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a function that reads its input gets nothing
+    for line in calls:
         values = json.loads(line)
         try:
             function = named_object(source)

@@ -61,17 +61,20 @@ _KEPT = 2
 class PolicyLoss:
     """The loss function of a step, with the formulas of `weft.rl.objective`.
 
-    takes_head_loss: "tokens" if the head may compute log probabilities, which it does at temperature 1.
+    Attributes:
+        takes_head_loss: "tokens" if the head may compute log probabilities, which it does at temperature 1.
+        along_sequence: sums values over the ranks that have parts of a sequence.
     """
 
     def __init__(self, settings: GrpoSection):
         self._settings, self.sums = settings, StepSums()
+        self.along_sequence: Callable[[Tensor], Tensor] = lambda values: values
         self.takes_head_loss = "tokens" if settings.temperature == 1 else False
 
     def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the losses of this rank's tokens, and its number of completions."""
         own = token_log_probs(output, batch["labels"], self._settings.temperature)
-        found = policy_losses(own, batch, self._settings)
+        found = policy_losses(own, batch, self._settings, self.along_sequence)
         self.sums.add(batch["index"], batch["labels"], found)
         return (found.losses * batch["weights_of_tokens"].to(found.losses)).sum(), batch["counts"].sum()
 
@@ -160,6 +163,12 @@ class GrpoTask(DecoderTask):
              "distill already follows its teacher. Leave it out."),
             (bool(grpo.engine) != bool(grpo.engine_folder), "grpo.engine_folder", grpo.engine_folder or '""',
              "an engine reads its weights from a folder, and without one none is written. Set both, or neither."),
+            (bool(grpo.engine and grpo.top_k), "grpo.top_k", grpo.top_k,
+             "an engine's log probabilities are of the tokens that are left, and the loss's of all. Leave it out."),
+            (bool(grpo.engine) and grpo.top_p < 1, "grpo.top_p", grpo.top_p,
+             "an engine's log probabilities are of the tokens that are left, and the loss's of all. Leave it out."),
+            (grpo.method == "distill" and grpo.ratio == "sequence", "grpo.ratio", grpo.ratio,
+             "the tokens of a completion have different advantages under method=distill. Use ratio=token."),
             (bool(grpo.engine) and not self.config.model.path, "grpo.engine", grpo.engine,
              "engines serve Hugging Face models, and this is a decoder of Weft. Leave it out, or use model.path."),
             (grpo.max_tokens > train.seq_len, "grpo.max_tokens", grpo.max_tokens,
@@ -263,10 +272,10 @@ class GrpoTask(DecoderTask):
         for field, usual in (("sync", "step"), ("graphs", False)):
             if (value := getattr(plan, field)) != usual:
                 raise setting_error(f"plan.{field}", value, "task=grpo does not support it. Leave it out.")
-        self._forwards = forwards
+        self._forwards, self.loss.along_sequence = forwards, forwards.along_sequence
         sampling = Sampling(
-            max_tokens=grpo.max_tokens, temperature=grpo.temperature, seed=self.config.seed,
-            stop_ids=frozenset(stop_ids(tokenizer)),
+            max_tokens=grpo.max_tokens, temperature=grpo.temperature, top_k=grpo.top_k or None, top_p=grpo.top_p,
+            seed=self.config.seed, stop_ids=frozenset(stop_ids(tokenizer)),
         )  # fmt: skip
         limit_s, longest = parse_seconds(grpo.reward_timeout), self.config.train.seq_len + 1
         # All rows of the head, as in the loss: a tokenizer may have fewer entries.
@@ -395,7 +404,8 @@ class GrpoTask(DecoderTask):
         text = decoded(self.data.tokenizer, prompt.ids, specials=True)
         return [f"prompt of {len(prompt.ids)} tokens", *text.split("\n")]
 
-    def show(self, folder: RunFolder, step: int) -> str:
+    def sample(self, folder: RunFolder, step: int, forwards: Forwards) -> str:
+        """Return "", because `samples/` has completions of all steps."""
         return ""
 
     def try_line(self, folder: RunFolder) -> str:

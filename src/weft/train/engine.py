@@ -314,6 +314,10 @@ class Engine(Protocol):
         """Compute loss and metrics over the task's evaluation set."""
         ...
 
+    def sample(self, step: int) -> str:
+        """Return the task's sample output of the current weights on the first rank. All ranks call it."""
+        ...
+
     def background_ranks(self) -> RankGroup:
         """Return a group of all ranks for background threads. It does not use the collectives of training."""
         ...

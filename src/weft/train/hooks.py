@@ -52,7 +52,8 @@ class Hook:
         """Note that the loop begins another activity, or continues training.
 
         Args:
-            name: "compiling", "first step", "evaluating", "tracing" or "saving"; "" when training continues.
+            name: "compiling", "first step", "evaluating", "sampling", "tracing" or "saving"; "" when training
+                continues.
         """
 
     def on_step(self, record: StepRecord) -> str | None:

@@ -271,9 +271,11 @@ class _RankRun:
             observers.recorder.on_phase("sampling")
             # Skip the sample output if a user stopped the run, to avoid a wait of some seconds.
             early = (StopReason.REQUESTED, StopReason.ACTION, StopReason.STOP_AT)
-            if is_first and stop.reason not in early and not engine.wants_stop:
+            wanted = stop.reason not in early and not engine.wants_stop
+            if engine.ranks.on_first(lambda: wanted):
                 with engine.pulse.doing("writes a sample"):
-                    shown = self.task.show(self.folder, progress.step)
+                    shown = engine.sample(progress.step)
+                    shown = shown or (self.task.show(self.folder, progress.step) if is_first else "")
         except Exception as error:
             checkpoints.leave(error)
             raise

@@ -43,6 +43,7 @@ class Built:
     batches: Batches
     eval_batches: Iterable[Any] | None
     replicas: OtherWorlds | None
+    forwards: RankForwards
 
 
 def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -> Built:
@@ -97,9 +98,9 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
 
     step.wait_for_weights()
     with mesh.pulse.doing("computes what the task needs before the first step"):
-        task.begin(RankForwards(model, mesh, task, second, job.record))
+        task.begin(forwards := RankForwards(model, mesh, task, second, job.record))
     _choose_recompute(model, mesh, job, batches)
-    return Built(step, batches, eval_batches, replicas)
+    return Built(step, batches, eval_batches, replicas, forwards)
 
 
 def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]:

@@ -129,7 +129,7 @@ class TorchEngine:
         """Build the model, optimizer and step from the task and the plan."""
         built = build(self._job, self._rank, self._kernels, self.meter)
         self._step, self.batches, self.replicas = built.step, built.batches, built.replicas
-        self._eval_batches = built.eval_batches
+        self._eval_batches, self._forwards = built.eval_batches, built.forwards
         self._tracer = StepTracer(built.step.model, self.mesh, self._job.task, built.batches)
         self.state = TorchState(built.step, built.replicas)
         self.reports = TorchReports(self._job, self._rank, built.step, self._kernels.lines(), built.replicas)
@@ -225,6 +225,11 @@ class TorchEngine:
         self._kernels.before_evaluation()
         with averaged(self.model, self.train_step.optimizer):
             return evaluate_run(self.model, self._eval_batches, self.mesh, self._job.task)
+
+    def sample(self, step: int) -> str:
+        """Return the task's sample output of the current weights on the first rank. All ranks call it."""
+        self._kernels.before_evaluation()
+        return self._job.task.sample(self._job.folder, step, self._forwards)
 
     def background_ranks(self) -> RankGroup:
         """Return a group of all ranks for background threads, which communicates over the rendezvous store."""

@@ -17,9 +17,10 @@ from weft.config.partitioning import choose_cp_mode, sent_bytes
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.errors import CommError, ModelError
+from weft.generation.batch import Limits, generate_batch
+from weft.generation.requests import Request, Sampling
 from weft.models.inspect import token_flow
 from weft.models.registry import build_decoder
-from weft.models.sampling import generate
 from weft.parallel.context.apply import Context
 from weft.parallel.context.attention import PREFIX, refuse_chunks
 from weft.parallel.context.context import apply_context, check_sequences, context_of, sequence_in_use, shard_sequence
@@ -54,7 +55,8 @@ def run_outside_of_steps(text):
     for one in (plain, model, copy.deepcopy(model)):
         one.eval()
         with torch.no_grad():
-            found.append((generate(one, [1, 2, 3], max_tokens=8, temperature=0), one(batch["input_ids"])))
+            (text,) = generate_batch(one, [Request(0, (1, 2, 3))], Sampling(8, temperature=0), Limits(61, rows=1))
+            found.append((list(text.ids), one(batch["input_ids"])))
     return found
 
 

@@ -102,8 +102,11 @@ def _without_panic_reports() -> Iterator[None]:
 def _translated(error: BaseException) -> BaseException:
     """Return the error to raise for an error of the library.
 
-    The library raises bare exceptions, and its panics are not subclasses of `Exception`.
+    The library raises bare exceptions, and its panics are not subclasses of `Exception`. A TypeError is its error for a
+    text that UTF-8 cannot store.
     """
+    if isinstance(error, TypeError) and "Input" in str(error):
+        return DataError("text: it has half of a surrogate pair, which UTF-8 cannot store. Remove it.")
     if type(error) is not Exception and type(error).__name__ != "PanicException":
         return error
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

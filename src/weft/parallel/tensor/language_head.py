@@ -25,7 +25,7 @@ from weft.errors import ModelError
 from weft.models.inspect import layers
 from weft.models.inspect.blocks import replace_class
 from weft.parallel.layers.index_check import check_labels
-from weft.parallel.tensor.head import LossChunking, token_loss
+from weft.parallel.tensor.head import LossChunking, token_loss, trained_rows
 from weft.parallel.tensor.head_log_probs import token_log_probs, token_scores
 from weft.parallel.tensor.linear import TOKENS, SharedLayer
 from weft.parallel.tensor.sharded_modules import Entry
@@ -33,6 +33,8 @@ from weft.private_torch import register_pytree_node
 
 #: A head with an unsharded vocabulary computes the loss directly if the logits would exceed this size.
 LARGE_LOGITS_BYTES = 2**28
+#: The same for log-probabilities, if many tokens have no label.
+SPARSE_LOGITS_BYTES = 2**23
 
 _ATTRIBUTE = "_weft_head"
 
@@ -44,6 +46,10 @@ class _LogitsStandIn:
 
     def contiguous(self) -> Self:
         """Return this object. Models may call this on their logits, and it changes no values."""
+        return self
+
+    def float(self) -> Self:
+        """Return this object. The head computes in float32 or wider."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -132,8 +138,8 @@ class Head:
     def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return True if the head computes the loss of x.
 
-        This is so if labels match these tokens, the vocabulary is sharded or the logits are large, and the model does
-        not change logits after the head.
+        This is so if labels match these tokens, the model does not change logits after the head, and the vocabulary is
+        sharded, the logits are large, or a loss on log-probabilities has many tokens without a label.
         """
         labels = self.labels
         if labels is None or self.scales or x.dim() != labels.dim() + 1:
@@ -143,7 +149,14 @@ class Head:
             shape[TOKENS] *= self.line.axis.size
         if tuple(shape) != tuple(labels.shape):
             return False
-        return self.of_scores or self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
+        size_bytes = labels.numel() * weight.shape[0] * 4
+        if self.of_scores or self.line.axis.size > 1 or size_bytes > LARGE_LOGITS_BYTES:
+            return True
+        return (
+            self.of_tokens
+            and size_bytes > SPARSE_LOGITS_BYTES
+            and trained_rows(labels.flatten(), self.ignore) is not None
+        )
 
 
 class LossHead(nn.Module):

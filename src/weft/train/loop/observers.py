@@ -324,7 +324,9 @@ class RunRecorder(NullRecorder):
 
     def draw(self) -> None:
         self._artist.close()
-        plot_loss(read_events(self._folder.events), self._folder.loss_plot, title=str(self._folder.path.name))
+        events = list(read_events(self._folder.events))
+        if any(event["event"] == "step" for event in events):  # a run may pause in its first step
+            plot_loss(events, self._folder.loss_plot, title=str(self._folder.path.name))
 
     def close(self) -> None:
         self._display.close()

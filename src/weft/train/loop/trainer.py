@@ -153,7 +153,8 @@ class Trainer:
 
         stop = self._read(before) if before else None
         # True if the next actions may depend on this step's result.
-        is_due = self._loop.is_last or self._evaluations.is_due or self._saves.is_due
+        samples = self._loop.is_due(self.task.config.sample.every) and not self._loop.is_last
+        is_due = self._loop.is_last or self._evaluations.is_due or self._saves.is_due or samples
         if stop or is_due or not isinstance(launched, LateResult):
             stop = self._read_last() or stop
         if isinstance(launched, StepResult) and launched.goes_to is not None:
@@ -166,6 +167,9 @@ class Trainer:
         stop = stop or self._evaluations.after_step()
         if stop is None:
             self._saves.after_step()
+        if stop is None and samples:
+            with self._loop.phase("sampling", "evaluation", "writes a sample"):
+                self.engine.sample(self.progress.step)
         return stop
 
     def _launch(self, step: int, batches: list[Any]) -> _Launched:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 
+import torch
 from torch import nn
 
 from weft.comm.mesh import Mesh
@@ -45,16 +47,13 @@ def complete(
     plan = mesh.plan
     data_parallel(model).wait_for_weights()
     is_new = model not in _checked
-    must_copy = plan.pp > 1 or plan.cp > 1
     training = {module: module.training for module in model.modules()}
     model.eval()
+    # Compiled blocks would be compiled again for each length of a text.
+    stance = torch.compiler.set_stance("force_eager") if plan.compile else nullcontext()
     try:
-        if must_copy or (plan.zero == 3 and can_copy(model, mesh)):
-            with whole_copy(model, mesh) as plain:
-                found = generate_batch(plain, requests[mesh.rank :: mesh.world_size], sampling, limits, check=is_new)
-        else:
-            own, together = requests[mesh.data.rank :: mesh.data.size], MeshRanks(mesh)
-            found = generate_batch(model, own, sampling, limits, together=together, check=is_new)
+        with stance:
+            found = _generated(model, mesh, requests, sampling, limits, is_new)
     finally:
         for module, was in training.items():
             module.training = was
@@ -66,6 +65,18 @@ def complete(
         for key, ids, log_probs, reason, error in json.loads(record)
     }
     return [every[request.key] for request in requests]
+
+
+def _generated(
+    model: nn.Module, mesh: Mesh, requests: Sequence[Request], sampling: Sampling, limits: Limits, check: bool
+) -> list[Completion]:
+    """Return this rank's part of the completions."""
+    plan = mesh.plan
+    if plan.pp > 1 or plan.cp > 1 or (plan.zero == 3 and can_copy(model, mesh)):
+        with whole_copy(model, mesh) as plain:
+            return generate_batch(plain, requests[mesh.rank :: mesh.world_size], sampling, limits, check=check)
+    own, together = requests[mesh.data.rank :: mesh.data.size], MeshRanks(mesh)
+    return generate_batch(model, own, sampling, limits, together=together, check=check)
 
 
 def limits_of(model: nn.Module, rows: int = 32) -> Limits:

@@ -410,7 +410,15 @@ class Task:
         """
         return ""
 
-    #: Names of files that `show` writes into the run folder.
+    def sample(self, folder: RunFolder, step: int, forwards: Forwards) -> str:
+        """Return sample output of the current weights on the first rank, or "".
+
+        All ranks call it, every `sample.every` steps and at the end of a run. If it returns "" at the end, the run
+        calls `show`.
+        """
+        return ""
+
+    #: Names of files that `show` or `sample` write into the run folder.
     leaves: ClassVar[tuple[str, ...]] = ()
 
     def sample_lines(self, place: int) -> Sequence[str]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from weft.parallel.state.flat_slices import StateSource
     from weft.planner.search.model_source import PlannedModel
     from weft.train.folder import RunFolder
+    from weft.train.tasks.description import Forwards
     from weft.train.tasks.folder_model import CausalModel
 
 #: Longer prompts are not printed: the suggested `weft generate` command then takes the prompt from the data.
@@ -198,10 +199,10 @@ class DecoderTask(ModelTask):
         """
         return self.text.sample_lines(place)
 
-    def show(self, folder: RunFolder, step: int) -> str:
+    def sample(self, folder: RunFolder, step: int, forwards: Forwards) -> str:
         from weft.train.tasks.generation import write_sample
 
-        return write_sample(folder, self.config.sample, step)
+        return write_sample(folder, self.config.sample, step, forwards)
 
     def try_line(self, folder: RunFolder) -> str:
         command, words = shlex.join(["weft", "generate", str(folder.path)]), self.text.first_words(folder)

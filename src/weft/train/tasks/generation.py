@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,15 +21,18 @@ from weft.data.store.data_prompt import FirstPrompt, first_prompt, is_chat
 from weft.data.store.prepare import stop_ids
 from weft.data.text.tokenizer import Tokenizer, import_tokenizer
 from weft.data.text.turns import Turn
-from weft.errors import CheckpointError, ConfigError, DataError
+from weft.errors import CheckpointError, ConfigError, DataError, ModelError
+from weft.generation.batch import Limits, generate_batch
+from weft.generation.requests import Request, Sampling
 from weft.hub import local_folder
 from weft.models.adapters import merge_adapter
 from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face
 from weft.models.registry import build_decoder
-from weft.models.sampling import generate
 from weft.train.folder import RunFolder
 from weft.train.model_state import restore_model
+from weft.train.script.generating import complete
+from weft.train.tasks.description import Forwards
 from weft.train.weights.decoder_files import base_of, data_of, decoder_of, tokenizer_of
 from weft.train.weights.published_weights import ADDED_ROWS, load_pretrained
 from weft.train.weights.run_adapter import with_adapter
@@ -50,17 +53,14 @@ class _DecoderText:
         self.max_positions = model.spec.max_seq_len
 
     def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
-        with torch.no_grad():
-            return generate(
-                self._model,
-                ids,
-                max_tokens=section.max_tokens,
-                temperature=section.temperature,
-                top_k=section.top_k,
-                seed=seed,
-                stop_ids=stops,
-                num_ids=self.tokenizer.vocab_size,
-            )
+        sampling = Sampling(
+            section.max_tokens, section.temperature, section.top_k, seed=seed, stop_ids=frozenset(stops)
+        )
+        limits = Limits(self.tokenizer.vocab_size, self.max_positions, rows=1)
+        (done,) = generate_batch(self._model, [Request(0, tuple(ids))], sampling, limits)
+        if done.error:
+            raise ConfigError(f"--prompt: {done.error}")
+        return [token for token in done.ids if token not in stops]
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,11 @@ class TextModel:
         Raises:
             ConfigError: if the model is not from a run, or the run's tokenised data cannot be read.
         """
-        try:
-            found = first_prompt(data_of(self.run), self.model.tokenizer) if self.run is not None else None
-        except DataError as error:
-            raise ConfigError(f"--prompt: {error} Give a prompt.") from error
-        if found is None:
+        if self.run is None:
             raise ConfigError(
                 f"--prompt: {self.path} is no run, so it has no data to take a prompt from. Give a prompt."
             )
-        return found
+        return _first_prompt(self.run, self.model.tokenizer)
 
     def continue_text(self, prompt: str, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
         """Return the text that follows a prompt.
@@ -247,25 +243,77 @@ def generate_text(
     return prompt + open_text_model(run, step).continue_text(prompt, section, seed)
 
 
-def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
-    """Write samples/step_N.txt with a text that the model of a saved step generates, and return the text.
+def write_sample(folder: RunFolder, section: SampleSection, step: int, forwards: Forwards) -> str:
+    """Write samples/step_N.txt with a text of the current weights, and return the text on the first rank.
 
-    Return "" and write nothing if samples are disabled, no prompt can be made, or it fills the model's context.
-
-    The model is read from disk, because one rank may have only a part of the running model.
+    The training ranks generate it (`complete`), and all of them call this function. Training continues with the same
+    numbers. Return "" and write nothing if samples are disabled, no prompt can be made, or it fills the model's
+    context. Return the reason if the model cannot generate.
     """
-    if section.prompt == "" or _positions(folder) < 2:
+    if section.prompt == "":
         return ""
+    first = forwards.on_first(lambda: _sample_request(folder, section))
+    if first is None:
+        return ""
+    sampling = Sampling(section.max_tokens, section.temperature, section.top_k, stop_ids=frozenset(first["stops"]))
+    limits = Limits(first["num_ids"], first["positions"], rows=1)
     try:
-        text = sample_text(open_text_model(folder, step), section)
-    except (ConfigError, DataError):  # the stored tokens are gone, or the template refuses the question
+        (done,) = complete(forwards.model, forwards.mesh, [Request(0, tuple(first["ids"]))], sampling, limits)
+    except ModelError as error:
+        return f"none: {error}"
+    if forwards.rank:
         return ""
-    if not text:
-        return ""
+    ids = done.ids[:-1] if done.ids[-1] in sampling.stop_ids else done.ids
+    text = first["before"] + Tokenizer.load(tokenizer_of(folder)).decode(ids)
     samples = folder.path / "samples"
     samples.mkdir(exist_ok=True)
-    (samples / f"step_{step:08d}.txt").write_text(text + "\n")
+    (samples / f"step_{step:08d}.txt").write_text(text + "\n", "utf-8")
     return text
+
+
+def _sample_request(folder: RunFolder, section: SampleSection) -> dict[str, Any] | None:
+    """Return the prompt of a run's sample and bounds of its tokens, or None if there is no prompt that leaves room."""
+    tokenizer = Tokenizer.load(tokenizer_of(folder))
+    if base_of(folder).is_dir():
+        positions = longest_text(hugging_face.load_model_config(base_of(folder)))
+    else:
+        positions = decoder_of(folder).max_seq_len
+    try:
+        is_chat = answers_chats(folder, tokenizer)
+        ids, before = _prompt_of(tokenizer, section.prompt, is_chat, lambda: _first_prompt(folder, tokenizer))
+    except (ConfigError, DataError):  # the stored tokens are gone, or the template refuses the question
+        return None
+    if not ids or len(ids) >= positions:
+        return None
+    stops = sorted(stop_ids(tokenizer))
+    return {"ids": ids, "before": before, "positions": positions, "num_ids": tokenizer.vocab_size, "stops": stops}
+
+
+def _first_prompt(run: RunFolder, tokenizer: Tokenizer) -> FirstPrompt:
+    try:
+        return first_prompt(data_of(run), tokenizer)
+    except DataError as error:
+        raise ConfigError(f"--prompt: {error} Give a prompt.") from error
+
+
+def _prompt_of(
+    tokenizer: Tokenizer, prompt: str | None, is_chat: bool, first: Callable[[], FirstPrompt]
+) -> tuple[list[int], str]:
+    """Return the token ids of a prompt, and the text to show before its continuation.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt: a question or a text; None calls `first`.
+        is_chat: True if the model answers questions.
+        first: returns a prompt from the run's data.
+    """
+    if prompt is None:
+        ids, words = first()
+    elif is_chat:
+        ids, words = tokenizer.encode_prompt([Turn("user", prompt)]).tolist(), prompt
+    else:
+        ids, words = tokenizer.encode(prompt) or [tokenizer.end_id], prompt
+    return list(ids), f"> {words}\n" if is_chat and words else words
 
 
 def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
@@ -277,24 +325,10 @@ def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: S
         seed: seed of sampling.
         stop: texts that end the result.
     """
-    prompt, tokenizer = section.prompt, model.model.tokenizer
-    if prompt is None:
-        found = model.first_prompt()
-        ids, words = found.ids, found.words
-    elif model.is_chat:
-        ids, words = tokenizer.encode_prompt([Turn("user", prompt)]).tolist(), prompt
-    else:
-        ids, words = tokenizer.encode(prompt) or [tokenizer.end_id], prompt
+    ids, before = _prompt_of(model.model.tokenizer, section.prompt, model.is_chat, model.first_prompt)
     if len(ids) >= model.model.max_positions:
         return ""
-    text = model.continue_ids(ids, section, seed, stop)
-    return f"> {words}\n{text}" if model.is_chat and words else words + text
-
-
-def _positions(folder: RunFolder) -> int:
-    if base_of(folder).is_dir():
-        return longest_text(hugging_face.load_model_config(base_of(folder)))
-    return decoder_of(folder).max_seq_len
+    return before + model.continue_ids(ids, section, seed, stop)
 
 
 def find_checkpoint(folder: RunFolder, step: int | None) -> Location:
