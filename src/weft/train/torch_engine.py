@@ -22,6 +22,7 @@ from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, Tra
 from weft.train.gpu_kernels import GpuKernels
 from weft.train.joined_rank import JoinedRank
 from weft.train.microbatches import Microbatches
+from weft.parallel.context.context import takes_full_samples
 from weft.train.model_state import adapter_state, resume, state_slices
 from weft.train.replica_engine import OtherWorlds
 from weft.train.step.evaluation import evaluate_run
@@ -41,6 +42,10 @@ class StepInputs:
         self._config, self._mesh, self._task = config, mesh, task
         # The ranks of cp have different tokens, and need different dropout masks.
         self._part = (mesh["cp"].rank,) if mesh.plan.cp > 1 else ()
+
+    def share_samples(self) -> None:
+        """Give all cp ranks the same seeds, because they compute the same samples."""
+        self._part = (0,)
 
     def make(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
         """Return the microbatches of a step, their seeds, and the step's seed.
@@ -129,6 +134,8 @@ class TorchEngine:
         built = build(self._job, self._rank, self._kernels, self.meter)
         self._step, self.batches, self.replicas = built.step, built.batches, built.replicas
         self._eval_batches = built.eval_batches
+        if takes_full_samples(built.step.model):
+            self._inputs.share_samples()
         self._tracer = StepTracer(built.step.model, self.mesh, self._job.task, built.batches)
         self.state = TorchState(built.step, built.replicas)
         self.reports = TorchReports(self._job, self._rank, built.step, self._kernels.lines(), built.replicas)

@@ -134,7 +134,11 @@ def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, e
 
 
 def find_mixers(
-    model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
+    model: nn.Module,
+    blocks: Sequence[Sequence[str]],
+    division: TokenDivision,
+    example: Any = None,
+    runs: Sequence[tuple[str, str]] | None = None,
 ) -> tuple[str, ...]:
     """Return the modules that must get all tokens so that the blocks treat each token separately outside them.
 
@@ -142,13 +146,13 @@ def find_mixers(
         blocks: paths of the blocks of each chain, in module order.
         division: how the parallelism technique shards tokens. Its `gathering` is ignored.
         example: arguments of a forward, or None for generated ones.
+        runs: first and last block of each region with sharded tokens, or None for one region in each chain.
 
     Raises:
         LayoutError: if a block's own code mixes tokens or has an unknown operation, or the model cannot be traced.
     """
-    regions = TokenRegions(
-        tuple((chain[0], chain[-1]) for chain in blocks), tuple(p for chain in blocks for p in chain)
-    )
+    ends = tuple((chain[0], chain[-1]) for chain in blocks) if runs is None else tuple(runs)
+    regions = TokenRegions(ends, tuple(path for chain in blocks for path in chain))
     example = example_of(model, batch=2) if example is None else example
     mixers: set[str] = set()
     flow = _traced(model, regions, replace(division, gathering=()), example)

@@ -1,0 +1,412 @@
+"""Context parallelism for models whose samples are not one sequence of tokens: images, audio, or several towers.
+
+Every cp rank gets full samples and computes embeddings, heads and the loss redundantly. Between the first and the last
+block of a block list, or inside each block, each rank holds a contiguous range of the tokens: the memory of norms,
+feed-forward layers and the residual stream shrinks with cp. Modules that mix tokens get all of them, as in
+`full_mixers`.
+
+Only the first cp rank counts its loss. Every collective in the blocks has its transpose in backward, so the gradients
+of the ranks add up to that of one process, for parameters inside and outside the blocks alike.
+
+B sequences, T tokens of this rank, S tokens of all ranks, D features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from weft.comm.autograd import gather_from
+from weft.comm.mesh import Axis, Mesh
+from weft.config.plan import Plan
+from weft.errors import LayoutError, ModelError
+from weft.models.inspect import hugging_face, token_flow
+from weft.models.inspect.dry_run import call_traced, example_of
+from weft.models.inspect.layers import parent_of
+from weft.parallel.context.apply import Context
+from weft.parallel.context.full_mixers import BESIDE_TOKENS, chains_of, check_mixers
+from weft.parallel.context.modes import SequenceOrder
+from weft.private_torch import tree_flatten, tree_unflatten
+
+_TOKEN_DIM = 1
+#: Arguments with which a transformers model returns tensors from inside its blocks.
+_CAPTURES = ("output_hidden_states", "output_router_logits")
+_TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedChain:
+    """A block list whose tokens are sharded.
+
+    Attributes:
+        blocks: paths of its blocks.
+        runs: first and last block of each region in which tokens stay sharded.
+        mixers: modules in the blocks that get all tokens.
+        width: features of the hidden states.
+    """
+
+    blocks: tuple[str, ...]
+    runs: tuple[tuple[str, str], ...]
+    mixers: tuple[str, ...]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class FullSamplesPlan:
+    """Block lists that cp shards, and for each other one the reason why every rank computes all of its tokens."""
+
+    chains: tuple[ShardedChain, ...]
+    undivided: tuple[tuple[str, str], ...]
+
+
+class FullSamples(Context):
+    """Context in which every rank gets full samples, and blocks of some block lists get this rank's tokens."""
+
+    shards_samples = False
+
+    def __init__(self, plan: Plan, axis: Axis, chains: Sequence[ShardedChain]):
+        super().__init__(plan, axis, 1, 1)
+        self._blocks = tuple(path for chain in chains for path in chain.blocks)
+        self._mixers = tuple(path for chain in chains for path in chain.mixers)
+
+    def order(self, seq_len: int) -> SequenceOrder:
+        """Return which tokens of a padded sequence this rank holds: a contiguous range."""
+        return SequenceOrder("ulysses", self.axis.size, self.axis.rank, seq_len)
+
+    def shard(self, batch: Any) -> Any:
+        """Return the batch unchanged."""
+        return batch
+
+    def sees_full_sequence(self, path: str) -> bool:
+        """Return True if a module gets all tokens: it is outside the sharded blocks, or mixes tokens."""
+        return not _is_in(path, self._blocks) or _is_in(path, self._mixers)
+
+
+def _is_in(path: str, places: Collection[str]) -> bool:
+    return any(path == place or path.startswith(f"{place}.") for place in places)
+
+
+# Choice of the block lists.
+
+
+def choose_full_samples(model: nn.Module, mesh: Mesh) -> FullSamplesPlan | None:
+    """Return how cp shards a transformers model that needs full samples, or None if cp shards its batches.
+
+    Call it with the full model, before other techniques change it.
+
+    Raises ModelError if no block list can be sharded, or if the plan combines it with unsupported techniques.
+    """
+    axis = mesh["cp"]
+    if axis.size == 1 or not hugging_face.is_hugging_face(model):
+        return None
+    reason = _why_full_samples(model, axis)
+    if reason is None:
+        return None
+    _refuse_plan(mesh.plan, type(model).__name__)
+    found, undivided = _sharded_chains(model, axis)
+    if not found:
+        why = undivided[0][1] if undivided else f"cp={axis.size}: {reason}. Use cp=1 for this model."
+        raise ModelError(why)
+    return FullSamplesPlan(tuple(found), tuple(undivided))
+
+
+def _why_full_samples(model: nn.Module, axis: Axis) -> str | None:
+    """Return the reason why every rank needs full samples, or None if sequences can be sharded outside the model."""
+    taken, kind = inspect.signature(model.forward).parameters, type(model).__name__
+    if not any(name in taken for name in _TOKENS):
+        return f"{kind} takes no tokens"
+    why = token_flow.why_fixed_attention(model)
+    if why:
+        try:
+            check_mixers(model, axis)
+        except (ModelError, LayoutError) as error:
+            return str(error)
+        return None
+    if len(chains_of(model)) > 1 and any(name in taken for name in BESIDE_TOKENS):
+        return f"{kind} takes media in addition to its tokens"
+    return None
+
+
+def _refuse_plan(plan: Plan, kind: str) -> None:
+    """Raise ModelError for techniques that do not support full samples on every cp rank."""
+    conflicts = (
+        (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
+        (plan.ep > 1, f"ep={plan.ep}", "ep=1"),
+        (plan.sp, "sp=on", "sp=off"),
+        (plan.compile, "compile=on", "compile=off"),
+        (plan.graphs, "graphs=on", "graphs=off"),
+    )
+    for is_on, setting, remedy in conflicts:
+        if is_on:
+            raise ModelError(
+                f"cp={plan.cp} {setting}: every rank of cp gets full samples of {kind} and shards tokens between its "
+                f"blocks only, which does not support {setting}. Use {remedy} or cp=1 for this model."
+            )
+
+
+def _sharded_chains(model: nn.Module, axis: Axis) -> tuple[list[ShardedChain], list[tuple[str, str]]]:
+    """Return the block lists that can be sharded, and for each other one its path and the reason."""
+    found: list[ShardedChain] = []
+    undivided: list[tuple[str, str]] = []
+    example = example_of(model, batch=2)
+    chains = chains_of(model)
+    widths = _widths(model, [path for chain in chains for path in chain], example)
+    # The example has no media, and code between blocks may use them.
+    is_partial = hugging_face.reads_images_as_tokens(model)
+    for chain in chains:
+        called = tuple(path for path in chain if path in widths)
+        try:
+            if not called:
+                raise LayoutError(
+                    f"cp={axis.size}: {chain[0]} ({type(model.get_submodule(chain[0])).__name__}) is not called as "
+                    "one module, so there is no block in which tokens could be sharded. Use cp=1 for this model."
+                )
+            found += _shard_chain(model, called, widths, axis, example, must_gather=is_partial)
+        except (LayoutError, ModelError) as error:
+            undivided.append((parent_of(chain[0]), str(error)))
+    return found, undivided
+
+
+def _shard_chain(
+    model: nn.Module, chain: tuple[str, ...], widths: dict[str, int], axis: Axis, example: Any, *, must_gather: bool
+) -> list[ShardedChain]:
+    """Return the chain with tokens sharded from its first block to its last, or else inside each block.
+
+    Blocks of different widths are separate chains. must_gather: True to shard tokens inside each block only.
+    """
+    groups: dict[int, list[str]] = {}
+    for path in chain:
+        groups.setdefault(widths[path], []).append(path)
+    found: list[ShardedChain] = []
+    for width, group in groups.items():
+        blocks = tuple(group)
+        apart = tuple((path, path) for path in blocks)
+        regions = [apart] if must_gather else [((blocks[0], blocks[-1]),), apart]
+        for index, runs in enumerate(regions):
+            division = token_flow.TokenDivision(
+                {}, (), width, f"cp={axis.size}", "Use cp=1 for this model.", has_own_loss=True, has_full_output=True
+            )
+            try:
+                mixers = token_flow.find_mixers(model, [blocks], division, example, runs=runs)
+                _check_norms(model, blocks, mixers, axis)
+            except (LayoutError, ModelError):
+                if index + 1 == len(regions):
+                    raise
+                continue
+            found.append(ShardedChain(blocks, runs, mixers, width))
+            break
+    return found
+
+
+def _check_norms(model: nn.Module, blocks: Sequence[str], mixers: Sequence[str], axis: Axis) -> None:
+    """Raise ModelError for a batch norm on sharded tokens: its statistics are those of all tokens."""
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and _is_in(path, blocks) and not _is_in(path, mixers):
+            raise ModelError(
+                f"cp={axis.size}: {path} ({type(module).__name__}) computes statistics over all tokens, and tokens "
+                "are sharded there. Use cp=1 for this model."
+            )
+
+
+def _widths(model: nn.Module, paths: Sequence[str], example: Any) -> dict[str, int]:
+    """Return the number of features of each called block's hidden states, (batch, tokens, ..., features)."""
+    widths: dict[str, int] = {}
+    handles = []
+    for path in paths:
+
+        def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            del module
+            for leaf in tree_flatten((args, kwargs))[0]:
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
+                    widths.setdefault(path, leaf.shape[-1])
+                    return
+
+        handles.append(model.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        call_traced(model, example, lambda inputs: contextlib.nullcontext())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return widths
+
+
+# Hooks.
+
+
+def apply_full_samples(model: nn.Module, mesh: Mesh, chosen: FullSamplesPlan) -> FullSamples:
+    """Register hooks that give blocks this rank's tokens, and their mixers all tokens. Return the context."""
+    context = FullSamples(mesh.plan, mesh["cp"], chosen.chains)
+    modules = dict(model.named_modules())
+    states: list[_ChainState] = []
+    for chain in chosen.chains:
+        state = _ChainState(context, chain.width)
+        states.append(state)
+        for path in chain.mixers:
+            mixer = _MixerHooks(state)
+            modules[path].register_forward_pre_hook(mixer.before, with_kwargs=True)
+            modules[path].register_forward_hook(mixer.after)
+        edge = _EdgeHooks(state)
+        for first, last in chain.runs:
+            modules[first].register_forward_pre_hook(edge.before, with_kwargs=True)
+            modules[last].register_forward_hook(edge.after)
+    model.register_forward_pre_hook(_ModelHook(context, states).before, with_kwargs=True)
+    return context
+
+
+class _ChainState:
+    """State of the hooks of one block list. A copied model is not parallelized, so a copy of the state is idle.
+
+    num_tokens: tokens of all ranks in this forward of the model, or 0 before its first block runs.
+    """
+
+    def __init__(self, context: FullSamples, width: int):
+        self.context, self.width, self.num_tokens = context, width, 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.context is None or not self.context.in_use
+
+    def find(self, leaves: Sequence[Any], module: nn.Module) -> int:
+        """Return the index of the hidden states. Raises ModelError without any."""
+        place = token_flow.hidden_index(leaves, self.width)
+        if place is None:
+            raise ModelError(
+                f"{self.where}: no hidden states of (batch, tokens, {self.width} features) go into or out of "
+                f"{type(module).__name__}. Use cp=1 for this model."
+            )
+        return place
+
+    @property
+    def where(self) -> str:
+        return f"cp={self.context.axis.size}"
+
+    def own(self, x_BSD: Tensor, module: nn.Module) -> Tensor:
+        """Return this rank's tokens, (B, T, ...), after padding with copies of the last token."""
+        size = self.context.axis.size
+        if x_BSD.shape[_TOKEN_DIM] != self.num_tokens:
+            raise ModelError(
+                f"{self.where}: {type(module).__name__} returns {x_BSD.shape[_TOKEN_DIM]} tokens for "
+                f"{self.num_tokens}, and tokens are sharded there. Use cp=1 for this model."
+            )
+        padding = -self.num_tokens % size
+        if padding:
+            last = x_BSD.detach().narrow(_TOKEN_DIM, self.num_tokens - 1, 1)
+            x_BSD = torch.cat((x_BSD, *[last] * padding), _TOKEN_DIM)
+        share = (self.num_tokens + padding) // size
+        return x_BSD.narrow(_TOKEN_DIM, self.context.axis.rank * share, share).contiguous()
+
+    def all(self, x_BTD: Tensor) -> Tensor:
+        """Return all tokens without padding, (B, S, ...). Backward sums the ranks' gradients."""
+        return gather_from(x_BTD, self.context.axis, _TOKEN_DIM).narrow(_TOKEN_DIM, 0, self.num_tokens)
+
+
+class _EdgeHooks:
+    """Hooks of the first and the last block of a region with sharded tokens."""
+
+    def __init__(self, state: _ChainState):
+        self._state = state
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep this rank's tokens.
+
+        Raises ModelError for a single token, or if the number of tokens changes within one forward of the model.
+        """
+        state = self._state
+        if state.is_idle:
+            return None
+        leaves, tree = tree_flatten((args, kwargs))
+        place = state.find(leaves, module)
+        count = leaves[place].shape[_TOKEN_DIM]
+        if count < 2 or state.num_tokens not in (0, count):
+            raise ModelError(
+                f"{state.where}: {type(module).__name__} is called with {count} tokens"
+                + (f" after {state.num_tokens}" if state.num_tokens else "")
+                + ", and cp shards at least 2, of one number in each forward. Use cp=1 for this model."
+            )
+        state.num_tokens = count
+        leaves[place] = state.own(leaves[place], module)
+        return tree_unflatten(leaves, tree)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Gather all tokens."""
+        del args
+        if self._state.is_idle:
+            return None
+        leaves, tree = tree_flatten(output)
+        place = self._state.find(leaves, module)
+        leaves[place] = self._state.all(leaves[place])
+        return tree_unflatten(leaves, tree)
+
+
+class _MixerHooks:
+    """Hooks of a module that mixes tokens: it gets all tokens, and its output keeps this rank's."""
+
+    def __init__(self, state: _ChainState):
+        self._state = state
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather the hidden states, and other tensors of their shape."""
+        state = self._state
+        if state.is_idle:
+            return None
+        leaves, tree = tree_flatten((args, kwargs))
+        shape = leaves[state.find(leaves, module)].shape
+        joined: dict[int, Tensor] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == shape:
+                if id(leaf) not in joined:
+                    joined[id(leaf)] = state.all(leaf)
+                leaves[place] = joined[id(leaf)]
+        return tree_unflatten(leaves, tree)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Keep this rank's tokens."""
+        del args
+        if self._state.is_idle:
+            return None
+        leaves, tree = tree_flatten(output)
+        place = self._state.find(leaves, module)
+        leaves[place] = self._state.own(leaves[place], module)
+        return tree_unflatten(leaves, tree)
+
+
+class _ModelHook:
+    """Hook of the model that begins a forward."""
+
+    def __init__(self, context: FullSamples, states: Sequence[_ChainState]):
+        self._context, self._states = context, states
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Reset the number of tokens, and turn caches off.
+
+        Raises ModelError if the call returns tensors from inside the blocks.
+        """
+        if self._context is None or not self._context.in_use:
+            return None
+        for state in self._states:
+            state.num_tokens = 0
+        names = list(inspect.signature(model.forward).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for name in _CAPTURES:
+            default = getattr(getattr(model, "config", None), name, False)
+            if default if given.get(name) is None else given[name]:
+                raise ModelError(
+                    f"cp={self._context.axis.size}: {name}=True returns tensors from blocks, which have one rank's "
+                    f"tokens. Leave {name} out, or use cp=1."
+                )
+        if "use_cache" in names[len(args) :]:
+            return args, kwargs | {"use_cache": False}
+        return None
+
+
+def sharded_paths(chosen: FullSamplesPlan) -> list[str]:
+    """Return the paths of the sharded block lists, for messages."""
+    return list(dict.fromkeys(parent_of(chain.blocks[0]) for chain in chosen.chains))
+
