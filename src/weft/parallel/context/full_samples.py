@@ -14,9 +14,11 @@ B sequences, T tokens of this rank, S tokens of all ranks, D features.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +30,14 @@ from weft.comm.mesh import Axis, Mesh
 from weft.config.plan import Plan
 from weft.errors import LayoutError, ModelError
 from weft.models.inspect import hugging_face, token_flow
+from weft.models.inspect.blocks import join_path
 from weft.models.inspect.dry_run import call_traced, example_of
 from weft.models.inspect.layers import parent_of
 from weft.parallel.context.apply import Context
+from weft.parallel.context.attention import why_attention_fails
 from weft.parallel.context.full_mixers import BESIDE_TOKENS, chains_of, check_mixers
 from weft.parallel.context.modes import SequenceOrder
-from weft.private_torch import tree_flatten, tree_unflatten
+from weft.private_torch import named_modules, tree_flatten, tree_unflatten
 
 _TOKEN_DIM = 1
 #: Arguments with which a transformers model returns tensors from inside its blocks.
@@ -122,6 +126,9 @@ def _why_full_samples(model: nn.Module, axis: Axis) -> str | None:
     taken, kind = inspect.signature(model.forward).parameters, type(model).__name__
     if not any(name in taken for name in _TOKENS):
         return f"{kind} takes no tokens"
+    has_media = len(chains_of(model)) > 1 and any(name in taken for name in BESIDE_TOKENS)
+    if has_media and not getattr(model.config, "is_encoder_decoder", False):
+        return f"{kind} takes media in addition to its tokens"
     why = token_flow.why_fixed_attention(model)
     if why:
         try:
@@ -129,8 +136,8 @@ def _why_full_samples(model: nn.Module, axis: Axis) -> str | None:
         except (ModelError, LayoutError) as error:
             return str(error)
         return None
-    if len(chains_of(model)) > 1 and any(name in taken for name in BESIDE_TOKENS):
-        return f"{kind} takes media in addition to its tokens"
+    if failure := why_attention_fails(model):
+        return failure
     return None
 
 
@@ -155,86 +162,144 @@ def _sharded_chains(model: nn.Module, axis: Axis) -> tuple[list[ShardedChain], l
     """Return the block lists that can be sharded, and for each other one its path and the reason."""
     found: list[ShardedChain] = []
     undivided: list[tuple[str, str]] = []
-    example = example_of(model, batch=2)
-    chains = chains_of(model)
-    widths = _widths(model, [path for chain in chains for path in chain], example)
-    # The example has no media, and code between blocks may use them.
-    is_partial = hugging_face.reads_images_as_tokens(model)
-    for chain in chains:
-        called = tuple(path for path in chain if path in widths)
+    parts = [_Part(path, module) for path, module in named_modules(model) if hugging_face.is_hugging_face(module)]
+    for chain in chains_of(model):
+        around = (part for part in parts if chain[0].startswith(join_path(part.path, "")) and part.calls(chain))
         try:
-            if not called:
+            part = next(around, None)
+            if part is None:
                 raise LayoutError(
                     f"cp={axis.size}: {chain[0]} ({type(model.get_submodule(chain[0])).__name__}) is not called as "
-                    "one module, so there is no block in which tokens could be sharded. Use cp=1 for this model."
+                    "one module in a forward that Weft can trace, so there is no block in which tokens could be "
+                    "sharded. Use cp=1 for this model."
                 )
-            found += _shard_chain(model, called, widths, axis, example, must_gather=is_partial)
+            found += _shard_chain(part, chain, axis)
         except (LayoutError, ModelError) as error:
             undivided.append((parent_of(chain[0]), str(error)))
     return found, undivided
 
 
-def _shard_chain(
-    model: nn.Module, chain: tuple[str, ...], widths: dict[str, int], axis: Axis, example: Any, *, must_gather: bool
-) -> list[ShardedChain]:
+class _Part:
+    """A transformers model inside a model, and a forward of it in which its blocks can be traced. path: its path."""
+
+    def __init__(self, path: str, module: nn.Module):
+        self.path, self.module = path, module
+
+    @functools.cached_property
+    def example(self) -> Any:
+        """Arguments of the forward."""
+        return example_of(self.module, batch=2)
+
+    @functools.cached_property
+    def widths(self) -> dict[str, int]:
+        """Features of the first input (batch, tokens, ..., features) of each called module, by path in the model.
+
+        Empty if the forward fails.
+        """
+        widths: dict[str, int] = {}
+
+        def note(path: str, leaves: Sequence[Any]) -> None:
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
+                    widths.setdefault(join_path(self.path, path), leaf.shape[-1])
+                    return
+
+        try:
+            _watch(self.module, self.example, note)
+        except (LayoutError, ModelError):
+            return {}
+        return widths
+
+    def calls(self, chain: Sequence[str]) -> bool:
+        """Return True if the forward calls a block of the chain."""
+        return not self.widths.keys().isdisjoint(chain)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the traced forward is one as in training: code between blocks may read media and captured states."""
+        return not self.path and not hugging_face.reads_images_as_tokens(self.module)
+
+    def inside(self, path: str) -> str:
+        return path[len(self.path) + 1 :] if self.path else path
+
+
+def _shard_chain(part: _Part, chain: Sequence[str], axis: Axis) -> list[ShardedChain]:
     """Return the chain with tokens sharded from its first block to its last, or else inside each block.
 
-    Blocks of different widths are separate chains. must_gather: True to shard tokens inside each block only.
+    Blocks of different widths are separate chains. Raises LayoutError or ModelError if a block cannot be sharded.
     """
     groups: dict[int, list[str]] = {}
     for path in chain:
-        groups.setdefault(widths[path], []).append(path)
+        if path in part.widths:
+            groups.setdefault(part.widths[path], []).append(part.inside(path))
     found: list[ShardedChain] = []
-    for width, group in groups.items():
-        blocks = tuple(group)
+    for width, blocks in groups.items():
         apart = tuple((path, path) for path in blocks)
-        regions = [apart] if must_gather else [((blocks[0], blocks[-1]),), apart]
-        for index, runs in enumerate(regions):
-            division = token_flow.TokenDivision(
-                {}, (), width, f"cp={axis.size}", "Use cp=1 for this model.", has_own_loss=True, has_full_output=True
-            )
+        regions = [((blocks[0], blocks[-1]),), apart] if part.is_complete else [apart]
+        division = token_flow.TokenDivision(
+            {}, (), width, f"cp={axis.size}", "Use cp=1 for this model.", has_own_loss=True, has_full_output=True
+        )
+        for runs in regions:
             try:
-                mixers = token_flow.find_mixers(model, [blocks], division, example, runs=runs)
-                _check_norms(model, blocks, mixers, axis)
+                mixers = token_flow.find_mixers(part.module, [blocks], division, part.example, runs=runs)
             except (LayoutError, ModelError):
-                if index + 1 == len(regions):
+                if runs is regions[-1]:
                     raise
                 continue
-            found.append(ShardedChain(blocks, runs, mixers, width))
+            mixers = (*mixers, *_uncalled_mixers(part, blocks, mixers))
+            _check_contents(part.module, blocks, mixers, axis)
+            place = partial(join_path, part.path)
+            ends = tuple((place(first), place(last)) for first, last in runs)
+            found.append(ShardedChain(tuple(map(place, blocks)), ends, tuple(map(place, mixers)), width))
             break
     return found
 
 
-def _check_norms(model: nn.Module, blocks: Sequence[str], mixers: Sequence[str], axis: Axis) -> None:
-    """Raise ModelError for a batch norm on sharded tokens: its statistics are those of all tokens."""
-    for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and _is_in(path, blocks) and not _is_in(path, mixers):
+def _uncalled_mixers(part: _Part, blocks: Sequence[str], mixers: Sequence[str]) -> list[str]:
+    """Return modules in the blocks that mix tokens by their class, and that the example's forward does not call."""
+    called: set[str] = set()
+    _watch(part.module, part.example, lambda path, leaves: called.add(path))
+    found: list[str] = []
+    for path, module in named_modules(part.module):
+        is_new = _is_in(path, blocks) and path not in blocks and path not in called
+        if is_new and token_flow.mixing(module) and not _is_in(path, (*mixers, *found)):
+            found.append(path)
+    return found
+
+
+def _check_contents(model: nn.Module, blocks: Sequence[str], mixers: Sequence[str], axis: Axis) -> None:
+    """Raise ModelError unless the blocks have matrices, and no batch norms, that get this rank's tokens."""
+    has_matrix = False
+    for path, module in named_modules(model):
+        if not _is_in(path, blocks) or _is_in(path, mixers):
+            continue
+        if isinstance(module, _BatchNorm):
             raise ModelError(
                 f"cp={axis.size}: {path} ({type(module).__name__}) computes statistics over all tokens, and tokens "
                 "are sharded there. Use cp=1 for this model."
             )
+        has_matrix = has_matrix or any(param.dim() > 1 for param in module.parameters(recurse=False))
+    if not has_matrix or (len(blocks) == 1 and not mixers):
+        raise ModelError(
+            f"cp={axis.size}: {blocks[0]} ({type(model.get_submodule(blocks[0])).__name__}) has no weight matrices "
+            "outside modules that mix tokens, so sharding tokens would save nothing. Use cp=1 for this model."
+        )
 
 
-def _widths(model: nn.Module, paths: Sequence[str], example: Any) -> dict[str, int]:
-    """Return the number of features of each called block's hidden states, (batch, tokens, ..., features)."""
-    widths: dict[str, int] = {}
-    handles = []
-    for path in paths:
+def _watch(model: nn.Module, example: Any, note: Callable[[str, Sequence[Any]], object]) -> None:
+    """Run one forward without values, and call `note` with the path and the flattened arguments of each call."""
 
-        def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            del module
-            for leaf in tree_flatten((args, kwargs))[0]:
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
-                    widths.setdefault(path, leaf.shape[-1])
-                    return
+    def watched(path: str) -> Any:
+        return lambda module, args, kwargs: note(path, tree_flatten((args, kwargs))[0]) and None
 
-        handles.append(model.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True))
+    handles = [
+        module.register_forward_pre_hook(watched(path), with_kwargs=True) for path, module in named_modules(model)
+    ]
     try:
         call_traced(model, example, lambda inputs: contextlib.nullcontext())
     finally:
         for handle in handles:
             handle.remove()
-    return widths
 
 
 # Hooks.
@@ -244,6 +309,7 @@ def apply_full_samples(model: nn.Module, mesh: Mesh, chosen: FullSamplesPlan) ->
     """Register hooks that give blocks this rank's tokens, and their mixers all tokens. Return the context."""
     context = FullSamples(mesh.plan, mesh["cp"], chosen.chains)
     modules = dict(model.named_modules())
+    captures = hugging_face.take_captures(model)  # they must record gathered outputs
     states: list[_ChainState] = []
     for chain in chosen.chains:
         state = _ChainState(context, chain.width)
@@ -256,6 +322,8 @@ def apply_full_samples(model: nn.Module, mesh: Mesh, chosen: FullSamplesPlan) ->
         for first, last in chain.runs:
             modules[first].register_forward_pre_hook(edge.before, with_kwargs=True)
             modules[last].register_forward_hook(edge.after)
+    for capture in captures:
+        capture.module.register_forward_hook(capture.hook)
     model.register_forward_pre_hook(_ModelHook(context, states).before, with_kwargs=True)
     return context
 
@@ -332,6 +400,12 @@ class _EdgeHooks:
             )
         state.num_tokens = count
         leaves[place] = state.own(leaves[place], module)
+        same = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == leaves[place].shape]
+        if len(same) > 1:  # a mixer would gather it too
+            raise ModelError(
+                f"{state.where}: {type(module).__name__} takes a second tensor of the shape {tuple(same[0].shape)} "
+                "that a rank's part of the tokens has. Pad the samples to another length."
+            )
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
