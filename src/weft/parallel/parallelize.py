@@ -290,7 +290,7 @@ def parallelize(
         warnings.warn(message, WeftWarning, stacklevel=3)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
     if placements is None and mesh.plan.cp > 1:
-        run.full_samples = choose_full_samples(model, replica)
+        run.full_samples = choose_full_samples(model, replica, example)
     _apply(PREPARE, run)
     if placements is None:
         shard(run)

@@ -544,6 +544,11 @@ def _stand_in(model: nn.Module) -> Iterator[None]:
 def _attend_to_self(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return each token's own values, (B, T, H, C), as an attention function of transformers."""
-    del module, key, attention_mask, kwargs
+    """Return each token's own values, (B, T, H, C), as an attention function of transformers.
+
+    Raises ModelError for a mask that the model made.
+    """
+    del key, kwargs
+    if attention_mask is not None and attention_mask.numel():
+        raise ModelError(f"{type(module).__name__} makes its own attention mask")
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None

@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +43,10 @@ from weft.private_torch import named_modules, tree_flatten, tree_unflatten
 _TOKEN_DIM = 1
 #: Arguments with which a transformers model returns tensors from inside its blocks.
 _CAPTURES = ("output_hidden_states", "output_router_logits")
+#: Smallest share of a block list's parameters in the modules that shard tokens inside its blocks.
+_LEAST_SHARE = 0.25
+#: Limits of the search, which traces a forward for each attempt: kinds of mixers in a block, and attempts for a model.
+_MOST_MIXERS, _MOST_ATTEMPTS = 4, 12
 _TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
 
 
@@ -100,10 +105,11 @@ def _is_in(path: str, places: Collection[str]) -> bool:
 # Choice of the block lists.
 
 
-def choose_full_samples(model: nn.Module, mesh: Mesh) -> FullSamplesPlan | None:
+def choose_full_samples(model: nn.Module, mesh: Mesh, example: Any = None) -> FullSamplesPlan | None:
     """Return how cp shards a transformers model that needs full samples, or None if cp shards its batches.
 
-    Call it with the full model, before other techniques change it.
+    Call it with the full model, before other techniques change it. example: arguments of a forward, which are used if
+    the model fails with generated ones; or None.
 
     Raises ModelError if no block list can be sharded, or if the plan combines it with unsupported techniques.
     """
@@ -114,7 +120,7 @@ def choose_full_samples(model: nn.Module, mesh: Mesh) -> FullSamplesPlan | None:
     if reason is None:
         return None
     _refuse_plan(mesh.plan, type(model).__name__)
-    found, undivided = _sharded_chains(model, axis)
+    found, undivided = _sharded_chains(model, axis, example)
     if not found:
         why = undivided[0][1] if undivided else f"cp={axis.size}: {reason}. Use cp=1 for this model."
         raise ModelError(why)
@@ -126,10 +132,10 @@ def _why_full_samples(model: nn.Module, axis: Axis) -> str | None:
     taken, kind = inspect.signature(model.forward).parameters, type(model).__name__
     if not any(name in taken for name in _TOKENS):
         return f"{kind} takes no tokens"
-    has_media = len(chains_of(model)) > 1 and any(name in taken for name in BESIDE_TOKENS)
+    why = token_flow.why_fixed_attention(model)
+    has_media = any(name in taken for name in BESIDE_TOKENS) and (why or len(chains_of(model)) > 1)
     if has_media and not getattr(model.config, "is_encoder_decoder", False):
         return f"{kind} takes media in addition to its tokens"
-    why = token_flow.why_fixed_attention(model)
     if why:
         try:
             check_mixers(model, axis)
@@ -158,57 +164,80 @@ def _refuse_plan(plan: Plan, kind: str) -> None:
             )
 
 
-def _sharded_chains(model: nn.Module, axis: Axis) -> tuple[list[ShardedChain], list[tuple[str, str]]]:
+def _sharded_chains(
+    model: nn.Module, axis: Axis, example: Any
+) -> tuple[list[ShardedChain], list[tuple[str, str]]]:
     """Return the block lists that can be sharded, and for each other one its path and the reason."""
     found: list[ShardedChain] = []
     undivided: list[tuple[str, str]] = []
-    parts = [_Part(path, module) for path, module in named_modules(model) if hugging_face.is_hugging_face(module)]
+    attempts = iter(range(_MOST_ATTEMPTS))
+    inner = [(path, module) for path, module in named_modules(model) if path and hugging_face.is_hugging_face(module)]
+    parts = [_Part("", model, example), *(_Part(path, module) for path, module in inner)]
     for chain in chains_of(model):
         around = (part for part in parts if chain[0].startswith(join_path(part.path, "")) and part.calls(chain))
+        part = next(around, None)
+        if part is None:
+            reason = (
+                f"cp={axis.size}: {chain[0]} ({type(model.get_submodule(chain[0])).__name__}) is not called as one "
+                "module in a forward that Weft can trace, so there is no block in which tokens could be sharded. Use "
+                "cp=1 for this model."
+            )
+            undivided.append((parent_of(chain[0]), reason))
+            continue
         try:
-            part = next(around, None)
-            if part is None:
-                raise LayoutError(
-                    f"cp={axis.size}: {chain[0]} ({type(model.get_submodule(chain[0])).__name__}) is not called as "
-                    "one module in a forward that Weft can trace, so there is no block in which tokens could be "
-                    "sharded. Use cp=1 for this model."
-                )
-            found += _shard_chain(part, chain, axis)
+            found += _shard_chain(part, chain, axis, attempts)
         except (LayoutError, ModelError) as error:
-            undivided.append((parent_of(chain[0]), str(error)))
+            inside = _shard_inside(part, chain, axis, attempts)
+            found += inside
+            if not inside:
+                undivided.append((parent_of(chain[0]), str(error)))
     return found, undivided
 
 
 class _Part:
     """A transformers model inside a model, and a forward of it in which its blocks can be traced. path: its path."""
 
-    def __init__(self, path: str, module: nn.Module):
-        self.path, self.module = path, module
+    def __init__(self, path: str, module: nn.Module, example: Any = None):
+        self.path, self.module, self._given = path, module, example
+        self.called: set[str] = set()  #: paths in this part of the modules that the forward calls
 
     @functools.cached_property
+    def _traced(self) -> tuple[Any, dict[str, int]]:
+        for is_given in (False, True):
+            widths: dict[str, int] = {}
+            self.called.clear()
+            try:
+                example = self._given if is_given else example_of(self.module, batch=2)
+                if example is not None:
+                    _watch(self.module, example, partial(self._note, widths))
+                    return example, widths
+            except (LayoutError, ModelError):
+                pass
+        return None, {}
+
+    def _note(self, widths: dict[str, int], path: str, leaves: Sequence[Any]) -> None:
+        self.called.add(path)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
+                widths.setdefault(join_path(self.path, path), leaf.shape[-1])
+                return
+
+    @property
     def example(self) -> Any:
-        """Arguments of the forward."""
-        return example_of(self.module, batch=2)
+        """Arguments of the forward, generated or given."""
+        return self._traced[0]
 
-    @functools.cached_property
+    @property
     def widths(self) -> dict[str, int]:
         """Features of the first input (batch, tokens, ..., features) of each called module, by path in the model.
 
         Empty if the forward fails.
         """
-        widths: dict[str, int] = {}
+        return self._traced[1]
 
-        def note(path: str, leaves: Sequence[Any]) -> None:
-            for leaf in leaves:
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
-                    widths.setdefault(join_path(self.path, path), leaf.shape[-1])
-                    return
-
-        try:
-            _watch(self.module, self.example, note)
-        except (LayoutError, ModelError):
-            return {}
-        return widths
+    def num_parameters(self, path: str) -> int:
+        """Return the number of parameters of a module of the whole model, by path."""
+        return sum(param.numel() for param in self.module.get_submodule(self.inside(path)).parameters())
 
     def calls(self, chain: Sequence[str]) -> bool:
         """Return True if the forward calls a block of the chain."""
@@ -223,7 +252,9 @@ class _Part:
         return path[len(self.path) + 1 :] if self.path else path
 
 
-def _shard_chain(part: _Part, chain: Sequence[str], axis: Axis) -> list[ShardedChain]:
+def _shard_chain(
+    part: _Part, chain: Sequence[str], axis: Axis, attempts: Iterator[int]
+) -> list[ShardedChain]:
     """Return the chain with tokens sharded from its first block to its last, or else inside each block.
 
     Blocks of different widths are separate chains. Raises LayoutError or ModelError if a block cannot be sharded.
@@ -235,17 +266,21 @@ def _shard_chain(part: _Part, chain: Sequence[str], axis: Axis) -> list[ShardedC
     found: list[ShardedChain] = []
     for width, blocks in groups.items():
         apart = tuple((path, path) for path in blocks)
-        regions = [((blocks[0], blocks[-1]),), apart] if part.is_complete else [apart]
-        division = token_flow.TokenDivision(
-            {}, (), width, f"cp={axis.size}", "Use cp=1 for this model.", has_own_loss=True, has_full_output=True
-        )
+        regions = [((blocks[0], blocks[-1]),), apart] if part.is_complete and len(blocks) > 1 else [apart]
+        division = _division(width, axis)
         for runs in regions:
+            if next(attempts, None) is None:
+                raise LayoutError(
+                    f"cp={axis.size}: {type(part.module).__name__} has more block lists than Weft tries to shard. Use "
+                    "cp=1 for this model."
+                )
             try:
-                mixers = token_flow.find_mixers(part.module, [blocks], division, part.example, runs=runs)
+                mixers = token_flow.find_mixers(part.module, [blocks], division, part.example, runs, _MOST_MIXERS)
             except (LayoutError, ModelError):
                 if runs is regions[-1]:
                     raise
                 continue
+            mixers = tuple(path for path in mixers if _is_in(path, blocks))
             mixers = (*mixers, *_uncalled_mixers(part, blocks, mixers))
             _check_contents(part.module, blocks, mixers, axis)
             place = partial(join_path, part.path)
@@ -255,20 +290,64 @@ def _shard_chain(part: _Part, chain: Sequence[str], axis: Axis) -> list[ShardedC
     return found
 
 
+def _shard_inside(
+    part: _Part, chain: Sequence[str], axis: Axis, attempts: Iterator[int]
+) -> list[ShardedChain]:
+    """Return the modules inside the blocks of a chain, such as MLPs, that treat each token separately.
+
+    Tokens are sharded inside each of them. A module counts if it has at least two weight matrices, so that it saves
+    tensors between them.
+    """
+    blocks = tuple(map(part.inside, chain))
+    kinds: dict[tuple[str, int], list[str]] = {}
+    mixing: list[str] = []
+    for path, module in named_modules(part.module):
+        width = part.widths.get(join_path(part.path, path))
+        if path not in blocks and token_flow.mixing(module) and not _is_in(path, mixing):
+            mixing.append(path)
+        is_inside = width is not None and path not in blocks and _is_in(path, blocks) and not _is_in(path, mixing)
+        if is_inside and sum(param.dim() > 1 for param in module.parameters()) > 1:
+            kinds.setdefault((re.sub(r"\d+", "*", path), width), []).append(path)
+    found: list[ShardedChain] = []
+    for (_, width), paths in kinds.items():
+        if _is_in(paths[0], [part.inside(path) for one in found for path in one.blocks]):
+            continue
+        try:
+            _check_contents(part.module, paths, (), axis, least=0)
+        except ModelError:
+            continue
+        if next(attempts, None) is None:
+            break
+        if not token_flow.why_mixed(part.module, paths, _division(width, axis), part.example):
+            places = tuple(join_path(part.path, path) for path in paths)
+            found.append(ShardedChain(places, tuple((path, path) for path in places), (), width))
+    share = sum(map(part.num_parameters, (path for one in found for path in one.blocks)))
+    return found if share >= _LEAST_SHARE * sum(map(part.num_parameters, chain)) else []
+
+
+def _division(width: int, axis: Axis) -> token_flow.TokenDivision:
+    return token_flow.TokenDivision(
+        {}, (), width, f"cp={axis.size}", "Use cp=1 for this model.", has_own_loss=True, has_full_output=True
+    )
+
+
 def _uncalled_mixers(part: _Part, blocks: Sequence[str], mixers: Sequence[str]) -> list[str]:
     """Return modules in the blocks that mix tokens by their class, and that the example's forward does not call."""
-    called: set[str] = set()
-    _watch(part.module, part.example, lambda path, leaves: called.add(path))
     found: list[str] = []
     for path, module in named_modules(part.module):
-        is_new = _is_in(path, blocks) and path not in blocks and path not in called
+        is_new = _is_in(path, blocks) and path not in blocks and path not in part.called
         if is_new and token_flow.mixing(module) and not _is_in(path, (*mixers, *found)):
             found.append(path)
     return found
 
 
-def _check_contents(model: nn.Module, blocks: Sequence[str], mixers: Sequence[str], axis: Axis) -> None:
-    """Raise ModelError unless the blocks have matrices, and no batch norms, that get this rank's tokens."""
+def _check_contents(
+    model: nn.Module, blocks: Sequence[str], mixers: Sequence[str], axis: Axis, least: int = 2
+) -> None:
+    """Raise ModelError unless the blocks have matrices, and no batch norms, that get this rank's tokens.
+
+    least: fewest blocks of a list without modules that mix tokens.
+    """
     has_matrix = False
     for path, module in named_modules(model):
         if not _is_in(path, blocks) or _is_in(path, mixers):
@@ -279,7 +358,7 @@ def _check_contents(model: nn.Module, blocks: Sequence[str], mixers: Sequence[st
                 "are sharded there. Use cp=1 for this model."
             )
         has_matrix = has_matrix or any(param.dim() > 1 for param in module.parameters(recurse=False))
-    if not has_matrix or (len(blocks) == 1 and not mixers):
+    if not has_matrix or (len(blocks) < least and not mixers):
         raise ModelError(
             f"cp={axis.size}: {blocks[0]} ({type(model.get_submodule(blocks[0])).__name__}) has no weight matrices "
             "outside modules that mix tokens, so sharding tokens would save nothing. Use cp=1 for this model."
