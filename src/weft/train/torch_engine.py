@@ -16,13 +16,13 @@ from weft.config.run_config import RunConfig
 from weft.errors import ModelError
 from weft.memory.offload import HostCopies
 from weft.monitor.step_times import Meter
+from weft.parallel.context.context import takes_full_samples
 from weft.parallel.local_sgd import rare_sync
 from weft.train.data_share import Batches
 from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, TraceKind, derive_seed
 from weft.train.gpu_kernels import GpuKernels
 from weft.train.joined_rank import JoinedRank
 from weft.train.microbatches import Microbatches
-from weft.parallel.context.context import takes_full_samples
 from weft.train.model_state import adapter_state, resume, state_slices
 from weft.train.replica_engine import OtherWorlds
 from weft.train.step.evaluation import evaluate_run

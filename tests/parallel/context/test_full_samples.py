@@ -11,10 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.parity.cases import LLAMA
-from weft.comm.mesh import build_mesh
-from weft.config.plan import Plan
-from weft.errors import ModelError, WeftWarning
-from weft.parallel.context.full_samples import choose_full_samples
+from weft.errors import WeftWarning
 from weft.verify.parity import DecoderCase, train_case
 
 _TEXT = {
@@ -44,7 +41,11 @@ def build_llava() -> Any:
     vision, text = CLIPVisionConfig(**_IMAGES), LlamaConfig(**_TEXT)
     return LlavaForConditionalGeneration(
         LlavaConfig(
-            vision_config=vision, text_config=text, image_token_id=_IMAGE_TOKEN, image_seq_length=9, vision_feature_layer=-2
+            vision_config=vision,
+            text_config=text,
+            image_token_id=_IMAGE_TOKEN,
+            image_seq_length=9,
+            vision_feature_layer=-2,
         )
     )
 
@@ -131,5 +132,3 @@ def test_full_samples_match_one_process(ranks2):
 )
 def test_full_samples_with_other_axes_match_one_process(plan, ranks4):
     _check(ranks4.run(train_each, f"{plan} precision=fp64")[0])
-
-

@@ -36,7 +36,7 @@ from weft.models.inspect.dry_run import call_traced, example_of
 from weft.models.inspect.layers import parent_of
 from weft.parallel.context.apply import Context
 from weft.parallel.context.attention import why_attention_fails
-from weft.parallel.context.full_mixers import BESIDE_TOKENS, chains_of, check_mixers
+from weft.parallel.context.full_mixers import OF_ENCODER, chains_of, check_mixers
 from weft.parallel.context.modes import SequenceOrder
 from weft.private_torch import named_modules, tree_flatten, tree_unflatten
 
@@ -133,7 +133,7 @@ def _why_full_samples(model: nn.Module, axis: Axis) -> str | None:
     if not any(name in taken for name in _TOKENS):
         return f"{kind} takes no tokens"
     why = token_flow.why_fixed_attention(model)
-    has_media = any(name in taken for name in BESIDE_TOKENS) and (why or len(chains_of(model)) > 1)
+    has_media = hugging_face.takes_media(model) and (why or len(chains_of(model)) > 1)
     if has_media and not getattr(model.config, "is_encoder_decoder", False):
         return f"{kind} takes media in addition to its tokens"
     if why:
@@ -164,9 +164,7 @@ def _refuse_plan(plan: Plan, kind: str) -> None:
             )
 
 
-def _sharded_chains(
-    model: nn.Module, axis: Axis, example: Any
-) -> tuple[list[ShardedChain], list[tuple[str, str]]]:
+def _sharded_chains(model: nn.Module, axis: Axis, example: Any) -> tuple[list[ShardedChain], list[tuple[str, str]]]:
     """Return the block lists that can be sharded, and for each other one its path and the reason."""
     found: list[ShardedChain] = []
     undivided: list[tuple[str, str]] = []
@@ -252,9 +250,7 @@ class _Part:
         return path[len(self.path) + 1 :] if self.path else path
 
 
-def _shard_chain(
-    part: _Part, chain: Sequence[str], axis: Axis, attempts: Iterator[int]
-) -> list[ShardedChain]:
+def _shard_chain(part: _Part, chain: Sequence[str], axis: Axis, attempts: Iterator[int]) -> list[ShardedChain]:
     """Return the chain with tokens sharded from its first block to its last, or else inside each block.
 
     Blocks of different widths are separate chains. Raises LayoutError or ModelError if a block cannot be sharded.
@@ -290,9 +286,7 @@ def _shard_chain(
     return found
 
 
-def _shard_inside(
-    part: _Part, chain: Sequence[str], axis: Axis, attempts: Iterator[int]
-) -> list[ShardedChain]:
+def _shard_inside(part: _Part, chain: Sequence[str], axis: Axis, attempts: Iterator[int]) -> list[ShardedChain]:
     """Return the modules inside the blocks of a chain, such as MLPs, that treat each token separately.
 
     Tokens are sharded inside each of them. A module counts if it has at least two weight matrices, so that it saves
@@ -341,9 +335,7 @@ def _uncalled_mixers(part: _Part, blocks: Sequence[str], mixers: Sequence[str]) 
     return found
 
 
-def _check_contents(
-    model: nn.Module, blocks: Sequence[str], mixers: Sequence[str], axis: Axis, least: int = 2
-) -> None:
+def _check_contents(model: nn.Module, blocks: Sequence[str], mixers: Sequence[str], axis: Axis, least: int = 2) -> None:
     """Raise ModelError unless the blocks have matrices, and no batch norms, that get this rank's tokens.
 
     least: fewest blocks of a list without modules that mix tokens.
@@ -394,11 +386,11 @@ def apply_full_samples(model: nn.Module, mesh: Mesh, chosen: FullSamplesPlan) ->
         state = _ChainState(context, chain.width)
         states.append(state)
         for path in chain.mixers:
-            mixer = _MixerHooks(state)
+            mixer = _MixerHooks(state, modules[path])
             modules[path].register_forward_pre_hook(mixer.before, with_kwargs=True)
             modules[path].register_forward_hook(mixer.after)
-        edge = _EdgeHooks(state)
         for first, last in chain.runs:
+            edge = _EdgeHooks(state, modules[first])
             modules[first].register_forward_pre_hook(edge.before, with_kwargs=True)
             modules[last].register_forward_hook(edge.after)
     for capture in captures:
@@ -454,11 +446,28 @@ class _ChainState:
         return gather_from(x_BTD, self.context.axis, _TOKEN_DIM).narrow(_TOKEN_DIM, 0, self.num_tokens)
 
 
-class _EdgeHooks:
-    """Hooks of the first and the last block of a region with sharded tokens."""
+class _Hooks:
+    """Base of the hooks of a module."""
 
-    def __init__(self, state: _ChainState):
-        self._state = state
+    def __init__(self, state: _ChainState, module: nn.Module):
+        self._state, self._names = state, tuple(inspect.signature(module.forward).parameters)
+
+    def _same(self, leaves: Sequence[Any], place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """Return the indices of the leaves that have the shape of the leaf at `place`, without an encoder's states."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        others = {id(value) for name, value in given.items() if name.startswith(OF_ENCODER)}
+        return [
+            at
+            for at, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor)
+            and leaf.is_floating_point()
+            and leaf.shape == leaves[place].shape
+            and (at == place or id(leaf) not in others)
+        ]
+
+
+class _EdgeHooks(_Hooks):
+    """Hooks of the first and the last block of a region with sharded tokens."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep this rank's tokens.
@@ -479,11 +488,11 @@ class _EdgeHooks:
             )
         state.num_tokens = count
         leaves[place] = state.own(leaves[place], module)
-        same = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == leaves[place].shape]
-        if len(same) > 1:  # a mixer would gather it too
+        if len(self._same(leaves, place, args, kwargs)) > 1:  # a mixer would gather the other tensor too
+            shape = tuple(leaves[place].shape)
             raise ModelError(
-                f"{state.where}: {type(module).__name__} takes a second tensor of the shape {tuple(same[0].shape)} "
-                "that a rank's part of the tokens has. Pad the samples to another length."
+                f"{state.where}: {type(module).__name__} takes a second tensor of the shape {shape} that a "
+                "rank's part of the tokens has. Pad the samples to another length."
             )
         return tree_unflatten(leaves, tree)
 
@@ -498,11 +507,8 @@ class _EdgeHooks:
         return tree_unflatten(leaves, tree)
 
 
-class _MixerHooks:
+class _MixerHooks(_Hooks):
     """Hooks of a module that mixes tokens: it gets all tokens, and its output keeps this rank's."""
-
-    def __init__(self, state: _ChainState):
-        self._state = state
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather the hidden states, and other tensors of their shape."""
@@ -510,13 +516,12 @@ class _MixerHooks:
         if state.is_idle:
             return None
         leaves, tree = tree_flatten((args, kwargs))
-        shape = leaves[state.find(leaves, module)].shape
         joined: dict[int, Tensor] = {}
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == shape:
-                if id(leaf) not in joined:
-                    joined[id(leaf)] = state.all(leaf)
-                leaves[place] = joined[id(leaf)]
+        for place in self._same(leaves, state.find(leaves, module), args, kwargs):
+            leaf = leaves[place]
+            if id(leaf) not in joined:
+                joined[id(leaf)] = state.all(leaf)
+            leaves[place] = joined[id(leaf)]
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -562,4 +567,3 @@ class _ModelHook:
 def sharded_paths(chosen: FullSamplesPlan) -> list[str]:
     """Return the paths of the sharded block lists, for messages."""
     return list(dict.fromkeys(parent_of(chain.blocks[0]) for chain in chosen.chains))
-

@@ -162,8 +162,8 @@ def plan_sequence(
     if regions is not None and regions.why_none:
         return TokenSharding((), (), (), with_ends=False, width=0)
     blocks = blocks_outside(model, is_whole)
-    if regions is not None and regions.why_apart:
-        modules = dict(model.named_modules())
+    if regions is not None and (regions.why_apart or hugging_face.is_hugging_face(model)):
+        modules = dict(model.named_modules())  # a stage may have no block of the sharded chain
         blocks = {path: modules[path] for path in regions.units if path in modules}
     chains: dict[str, list[str]] = {}
     for path in blocks:
@@ -231,15 +231,29 @@ def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[st
     """Return the repeated blocks that tensor parallelism may shard, by path.
 
     Of a Hugging Face model with towers for images or audio, these are the blocks of its text decoder: the tokens of a
-    tower are not those of the text.
+    tower are not those of the text. Of other models with several block lists, except encoder-decoder models, it is the
+    list with the most parameters.
     """
     blocks = {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
-    if not hugging_face.is_hugging_face(model) or getattr(model.config, "is_encoder_decoder", False):
+    if not hugging_face.is_hugging_face(model):
+        return blocks
+    if getattr(model.config, "is_encoder_decoder", False):
         return blocks
     decoder: Any = model.get_decoder()  # pyright: ignore[reportCallIssue] - the model itself without one
     place = next((path for path, module in model.named_modules() if module is decoder), "")
     text = {path: block for path, block in blocks.items() if not place or path.startswith(f"{place}.")}
-    return text if len(set(map(layers.parent_of, text))) == 1 else blocks
+    return _largest_chain(text or blocks)
+
+
+def _largest_chain(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the block list with the most parameters. The tokens of other lists are others, and stay unsharded."""
+    chains: dict[str, dict[str, nn.Module]] = {}
+    for path, block in blocks.items():
+        chains.setdefault(layers.parent_of(path), {})[path] = block
+    sizes = {
+        name: sum(p.numel() for block in chain.values() for p in block.parameters()) for name, chain in chains.items()
+    }
+    return dict(chains[max(sizes, key=lambda name: sizes[name])]) if chains else {}
 
 
 def _names(module: nn.Module) -> list[str]:
