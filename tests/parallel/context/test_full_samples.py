@@ -11,7 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from tests.parity.cases import LLAMA
-from weft.errors import WeftWarning
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.errors import ModelError, WeftWarning
+from weft.parallel.context.context import sequence_in_use
+from weft.parallel.context.full_samples import choose_full_samples
+from weft.parallel.parallelize import parallelize
 from weft.verify.parity import DecoderCase, train_case
 
 _TEXT = {
@@ -132,3 +137,73 @@ def test_full_samples_match_one_process(ranks2):
 )
 def test_full_samples_with_other_axes_match_one_process(plan, ranks4):
     _check(ranks4.run(train_each, f"{plan} precision=fp64")[0])
+
+
+class _Mesh(dict):
+    """The parts of a mesh that `choose_full_samples` reads."""
+
+    def __init__(self, plan):
+        super().__init__(cp=dataclasses.replace(build_mesh(Plan())["cp"], size=plan.cp))
+        self.plan = plan
+
+
+def test_block_lists_are_sharded_around_modules_that_mix_tokens():
+    [chain] = choose_full_samples(build_vit(), _Mesh(Plan(cp=2))).chains
+    assert [path.rpartition(".")[2] for path in chain.blocks] == ["0", "1"]
+    assert chain.runs == ((chain.blocks[0], chain.blocks[1]),)
+    assert all(".attention" in path for path in chain.mixers)
+    found = choose_full_samples(build_llava(), _Mesh(Plan(cp=2)))
+    assert not found.undivided
+    assert {chain.blocks[0].split(".")[1] for chain in found.chains} == {"language_model", "vision_tower"}
+    # The tower's states are read after its second-last block, and code between decoder blocks may read images.
+    assert all(chain.runs == tuple((path, path) for path in chain.blocks) for chain in found.chains)
+
+
+def test_models_whose_attention_can_be_sharded_get_sharded_batches():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    assert choose_full_samples(LlamaForCausalLM(LlamaConfig(**_TEXT)), _Mesh(Plan(cp=2))) is None
+    assert choose_full_samples(build_vit(), _Mesh(Plan())) is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "setting"),
+    [
+        (Plan(cp=2, pp=2, microbatches=2), "pp=2"),
+        (Plan(cp=2, tp=2, sp=True), "sp=on"),
+        (Plan(cp=2, compile=True), "compile=on"),
+    ],
+)
+def test_unsupported_plans_are_rejected(plan, setting):
+    with pytest.raises(
+        ModelError, match=f"cp=2 {setting}: every rank of cp gets full samples of ViT.*or cp=1 for this model"
+    ):
+        choose_full_samples(build_vit(), _Mesh(plan))
+
+
+def test_convolutions_are_rejected():
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+    with pytest.raises(ModelError, match=r"cp=2: resnet\.encoder\.stages.*Use cp=1 for this model"):
+        choose_full_samples(ResNetForImageClassification(config), _Mesh(Plan(cp=2)))
+
+
+def _call_with(plan, **options):
+    model = CASES["images"].model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WeftWarning)
+        parallelize(model, build_mesh(Plan.parse(plan)))
+    images = CASES["images"].batch(0)["pixel_values"]
+    try:
+        with sequence_in_use(model):
+            model(pixel_values=images, **options)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_outputs_from_inside_blocks_are_rejected(ranks2):
+    found = ranks2.run(_call_with, "cp=2 precision=fp64", output_hidden_states=True)
+    assert found == ["cp=2: output_hidden_states=True returns tensors from blocks, which have one rank's tokens. Leave "
+                     "output_hidden_states out, or use cp=1."] * 2  # fmt: skip
