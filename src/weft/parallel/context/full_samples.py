@@ -46,7 +46,9 @@ _CAPTURES = ("output_hidden_states", "output_router_logits")
 #: Smallest share of a block list's parameters in the modules that shard tokens inside its blocks.
 _LEAST_SHARE = 0.25
 #: Limits of the search, which traces a forward for each attempt: kinds of mixers in a block, and attempts for a model.
-_MOST_MIXERS, _MOST_ATTEMPTS = 4, 12
+_MOST_MIXERS, _MOST_ATTEMPTS = 3, 8
+#: Smallest share of the parameters of all block lists in a list that is worth an attempt.
+_LEAST_LIST = 0.05
 _TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
 
 
@@ -171,7 +173,11 @@ def _sharded_chains(model: nn.Module, axis: Axis, example: Any) -> tuple[list[Sh
     attempts = iter(range(_MOST_ATTEMPTS))
     inner = [(path, module) for path, module in named_modules(model) if path and hugging_face.is_hugging_face(module)]
     parts = [_Part("", model, example), *(_Part(path, module) for path, module in inner)]
-    for chain in chains_of(model):
+    sizes = {chain: sum(_num_parameters(model.get_submodule(path)) for path in chain) for chain in chains_of(model)}
+    for chain in sorted(sizes, key=lambda chain: -sizes[chain]):
+        if sizes[chain] < _LEAST_LIST * sum(sizes.values()):
+            undivided.append((parent_of(chain[0]), f"cp={axis.size}: {parent_of(chain[0])} has few of the weights."))
+            continue
         around = (part for part in parts if chain[0].startswith(join_path(part.path, "")) and part.calls(chain))
         part = next(around, None)
         if part is None:
@@ -190,6 +196,10 @@ def _sharded_chains(model: nn.Module, axis: Axis, example: Any) -> tuple[list[Sh
             if not inside:
                 undivided.append((parent_of(chain[0]), str(error)))
     return found, undivided
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 class _Part:
@@ -235,7 +245,7 @@ class _Part:
 
     def num_parameters(self, path: str) -> int:
         """Return the number of parameters of a module of the whole model, by path."""
-        return sum(param.numel() for param in self.module.get_submodule(self.inside(path)).parameters())
+        return _num_parameters(self.module.get_submodule(self.inside(path)))
 
     def calls(self, chain: Sequence[str]) -> bool:
         """Return True if the forward calls a block of the chain."""
