@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from weft.comm.autograd import copy_to, gather_from, gather_slice, slice_to
 from weft.comm.mesh import Axis
@@ -178,6 +179,8 @@ def plan_sequence(
             f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
             f"{len(chains)}. Use sp=off."
         )
+    if hasattr(model, "base_model_prefix") and len(set(map(layers.parent_of, repeated_blocks(model)))) > 1:
+        _refuse_batch_norms(blocks)
     modules = dict(model.named_modules())
     whole = tuple(place for path, block in blocks.items() for place in _replicated_mixers(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
@@ -200,6 +203,17 @@ def plan_sequence(
     return TokenSharding(
         tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed, full, pads
     )
+
+
+def _refuse_batch_norms(blocks: Mapping[str, nn.Module]) -> None:
+    """Raise LayoutError if blocks have batch norms: their statistics are those of all tokens."""
+    for path, block in blocks.items():
+        for name, module in block.named_modules():
+            if isinstance(module, _BatchNorm):
+                raise LayoutError(
+                    f"sp=on: {path}.{name} ({type(module).__name__}) computes statistics over all tokens, and tokens "
+                    "are sharded in its block. Use sp=off."
+                )
 
 
 def _is_pair(model: nn.Module) -> bool:
