@@ -525,15 +525,17 @@ def _stand_in(model: nn.Module) -> Iterator[None]:
 
     before: list[tuple[Any, Any]] = []
     for module in model.modules():
-        own, config = hugging_face.attention_name(module), getattr(module, "config", None)
+        own = hugging_face.attention_name(module)
+        config: Any = getattr(module, "config", None)
         if own is not None:
             name = f"{PREFIX}trial_{own}"
             ALL_ATTENTION_FUNCTIONS.register(name, _attend_to_self)
             if own in ALL_MASK_ATTENTION_FUNCTIONS:
                 ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
             before.append((module, config))
-            module.config = copy.copy(config)
-            module.config._attn_implementation_internal = name
+            changed: Any = copy.copy(config)
+            changed._attn_implementation_internal = name
+            module.config = changed
     try:
         yield
     finally:

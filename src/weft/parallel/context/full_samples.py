@@ -309,8 +309,8 @@ def _shard_inside(part: _Part, chain: Sequence[str], axis: Axis, attempts: Itera
         width = part.widths.get(join_path(part.path, path))
         if path not in blocks and token_flow.mixing(module) and not _is_in(path, mixing):
             mixing.append(path)
-        is_inside = width is not None and path not in blocks and _is_in(path, blocks) and not _is_in(path, mixing)
-        if is_inside and sum(param.dim() > 1 for param in module.parameters()) > 1:
+        is_inside = path not in blocks and _is_in(path, blocks) and not _is_in(path, mixing)
+        if width is not None and is_inside and sum(param.dim() > 1 for param in module.parameters()) > 1:
             kinds.setdefault((re.sub(r"\d+", "*", path), width), []).append(path)
     found: list[ShardedChain] = []
     for (_, width), paths in kinds.items():

@@ -162,7 +162,7 @@ def plan_sequence(
     """
     if regions is not None and regions.why_none:
         return TokenSharding((), (), (), with_ends=False, width=0)
-    blocks = blocks_outside(model, is_whole)
+    blocks = blocks_outside(model, is_whole, styles)
     if regions is not None and (regions.why_apart or hugging_face.is_hugging_face(model)):
         modules = dict(model.named_modules())  # a stage may have no block of the sharded chain
         blocks = {path: modules[path] for path in regions.units if path in modules}
@@ -173,11 +173,6 @@ def plan_sequence(
         raise LayoutError(
             f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
             "blocks. Use sp=off."
-        )
-    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not (len(chains) == 2 and _is_pair(model)):
-        raise LayoutError(
-            f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
-            f"{len(chains)}. Use sp=off."
         )
     if hasattr(model, "base_model_prefix") and len(set(map(layers.parent_of, repeated_blocks(model)))) > 1:
         _refuse_batch_norms(blocks)
@@ -241,33 +236,39 @@ def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, 
     return layers.weight_of(modules[column]).shape[1] if row is None else layers.weight_of(modules[row]).shape[0]
 
 
-def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[str, nn.Module]:
+def blocks_outside(
+    model: nn.Module, is_whole: Callable[[str], bool], styles: Mapping[str, Style]
+) -> dict[str, nn.Module]:
     """Return the repeated blocks that tensor parallelism may shard, by path.
 
     Of a Hugging Face model with towers for images or audio, these are the blocks of its text decoder: the tokens of a
-    tower are not those of the text. Of other models with several block lists, except encoder-decoder models, it is the
-    list with the most parameters.
+    tower are not those of the text. Of other models with several block lists, except an encoder and a decoder, it is
+    the list with the most parameters among those with column-sharded layers.
     """
     blocks = {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
     if not hugging_face.is_hugging_face(model):
         return blocks
     if getattr(model.config, "is_encoder_decoder", False):
-        return blocks
+        is_pair = len(set(map(layers.parent_of, blocks))) < 3 and _is_pair(model)
+        return blocks if is_pair else _largest_chain(blocks, styles)
     decoder: Any = model.get_decoder()  # pyright: ignore[reportCallIssue] - the model itself without one
     place = next((path for path, module in model.named_modules() if module is decoder), "")
     text = {path: block for path, block in blocks.items() if not place or path.startswith(f"{place}.")}
-    return _largest_chain(text or blocks)
+    return _largest_chain(text or blocks, styles)
 
 
-def _largest_chain(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the block list with the most parameters. The tokens of other lists are others, and stay unsharded."""
+def _largest_chain(blocks: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> dict[str, nn.Module]:
+    """Return the block list with the most parameters, of those with column-sharded layers if there are any."""
     chains: dict[str, dict[str, nn.Module]] = {}
     for path, block in blocks.items():
         chains.setdefault(layers.parent_of(path), {})[path] = block
-    sizes = {
-        name: sum(p.numel() for block in chain.values() for p in block.parameters()) for name, chain in chains.items()
-    }
-    return dict(chains[max(sizes, key=lambda name: sizes[name])]) if chains else {}
+    columns = [path for path in styles if _is(styles, path, "colwise")]
+
+    def rank(chain: Mapping[str, nn.Module]) -> tuple[bool, int]:
+        has_columns = any(path.startswith(f"{block}.") for block in chain for path in columns)
+        return has_columns, sum(param.numel() for block in chain.values() for param in block.parameters())
+
+    return max(chains.values(), key=rank, default={})
 
 
 def _names(module: nn.Module) -> list[str]:
