@@ -14,7 +14,7 @@ from tests.parity.cases import LLAMA
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError, WeftWarning
-from weft.parallel.context.context import sequence_in_use
+from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.context.full_samples import choose_full_samples
 from weft.parallel.parallelize import parallelize
 from weft.verify.parity import DecoderCase, train_case
@@ -207,3 +207,16 @@ def test_outputs_from_inside_blocks_are_rejected(ranks2):
     found = ranks2.run(_call_with, "cp=2 precision=fp64", output_hidden_states=True)
     assert found == ["cp=2: output_hidden_states=True returns tensors from blocks, which have one rank's tokens. Leave "
                      "output_hidden_states out, or use cp=1."] * 2  # fmt: skip
+
+
+def _shard_in_own_loop(plan):
+    model = CASES["images"].model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WeftWarning)
+        parallelize(model, build_mesh(Plan.parse(plan)))
+    with pytest.raises(ModelError, match=r"would count each loss on every rank. Use run\.train_step, or cp=1"):
+        shard_sequence(model, CASES["images"].batch(0))
+
+
+def test_loops_of_users_are_rejected(ranks2):
+    ranks2.run(_shard_in_own_loop, "cp=2 precision=fp64")

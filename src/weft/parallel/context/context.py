@@ -174,10 +174,23 @@ def context_of(model: nn.Module) -> Context | None:
 
 
 def shard_sequence(model: nn.Module, batch: Any) -> Any:
-    """Return this rank's shard of a batch of full sequences: its tokens of each tensor whose dim 1 is the sequence.
+    """Return this rank's shard of a batch of full sequences, for a loop of your own.
 
-    Returns the batch unchanged if the model's sequences are not sharded. Labels must already be shifted.
+    It has this rank's tokens of each tensor whose dim 1 is the sequence. Returns the batch unchanged if the model's
+    sequences are not sharded. Labels must already be shifted.
+
+    Raises ModelError if every cp rank gets full samples, because the loop would count each loss cp times.
     """
+    if takes_full_samples(model):
+        raise ModelError(
+            "cp: every rank gets full samples of this model, and a loop of your own would count each loss on every "
+            "rank. Use run.train_step, or cp=1."
+        )
+    return local_batch(model, batch)
+
+
+def local_batch(model: nn.Module, batch: Any) -> Any:
+    """Return what this rank computes of a batch: its tokens, or full samples of which only the first rank counts."""
     context = context_of(model)
     return batch if context is None else context.shard(batch)
 

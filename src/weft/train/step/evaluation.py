@@ -19,8 +19,8 @@ from weft.models.adapters_experts import AdaptedExperts
 from weft.models.token_rows import TrainedRows
 from weft.parallel.context.context import (
     counts_loss,
+    local_batch,
     sequence_in_use,
-    shard_sequence,
     takes_full_samples,
 )
 from weft.parallel.dropout.drop_state import marked_samples
@@ -175,7 +175,7 @@ def each_output(
         samples = marked_samples(batch)
         counts = is_counted and (samples is None or not samples.is_empty)
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
-        return shard_sequence(model, moved)
+        return local_batch(model, moved)
 
     data_parallel(model).wait_for_weights()
     was_training = model.training
