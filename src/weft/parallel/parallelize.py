@@ -23,6 +23,7 @@ from weft.parallel.batch_norm.norm_groups import group_norms, norm_groups_of
 from weft.parallel.choose_engine import build_engine
 from weft.parallel.compile_blocks import compile_blocks, register_operators, warn_of_uncompiled
 from weft.parallel.context.context import apply_context, check_sequences, context_of
+from weft.parallel.context.full_samples import FullSamplesPlan, choose_full_samples
 from weft.parallel.dropout.by_position import drop_by_position
 from weft.parallel.dropout.embedding_noise import add_embedding_noise
 from weft.parallel.expert import distribute_experts, divide_sequences, expect_experts
@@ -56,6 +57,7 @@ class Application:
         sharded_layout: `layout` without distributed encoders, or derived from the full model.
         regions: regions in which sp shards tokens, or None.
         why_full: reason why attention needs all tokens under cp, or "".
+        full_samples: how cp shards a model of which every rank gets full samples, or None.
         placements: placements of changed parameters by name.
         host: pinned host memory for offloading, or None.
     """
@@ -75,6 +77,7 @@ class Application:
     sharded_layout: Layout | None = None
     regions: TokenRegions | None = None
     why_full: str = ""
+    full_samples: FullSamplesPlan | None = None
     placements: dict[str, Placement] = field(default_factory=dict)
     host: Host | None = None
 
@@ -82,6 +85,11 @@ class Application:
     def plan(self) -> Plan:
         """The mesh's plan."""
         return self.mesh.plan
+
+    @property
+    def has_full_sequences(self) -> bool:
+        """True if the model gets full sequences, whose documents it must separate itself."""
+        return self.plan.cp == 1 or self.full_samples is not None
 
     @property
     def stage_blocks(self) -> Sequence[Sequence[str]] | None:
@@ -124,7 +132,7 @@ def _check_full_model(run: Application) -> None:
         run.sharded_layout, run.regions = check_full_model(
             run.model, run.mesh, run.layout, *shared, example=run.example
         )
-    if run.plan.cp > 1:
+    if run.plan.cp > 1 and run.full_samples is None:
         run.why_full = check_sequences(run.model, run.mesh, run.example)
 
 
@@ -174,9 +182,9 @@ PREPARE = (
         lambda run: attend_by_borders(run.model), when=lambda run: run.plan.compile or run.mesh.device.type == "cuda"
     ),
     # Context parallelism replaces attention, and separates documents there.
-    Technique(lambda run: separate_by_position_ids(run.model), when=lambda run: run.plan.cp == 1),
+    Technique(lambda run: separate_by_position_ids(run.model), when=lambda run: run.has_full_sequences),
     Technique(lambda run: separate_states(run.model, is_compiled=run.plan.compile)),
-    Technique(lambda run: attend_in_documents(run.model), when=lambda run: run.plan.cp == 1),
+    Technique(lambda run: attend_in_documents(run.model), when=lambda run: run.has_full_sequences),
     # Float8 layers are chosen by full sizes, and become float8 after sharding.
     Technique(_choose_float8, when=lambda run: run.plan.precision == "fp8"),
 )
@@ -194,7 +202,7 @@ SHARD = (
     Technique(lambda run: fuse_replicated_head(run.model, run.mesh), when=lambda run: run.plan.tp == 1),
     # Context parallelism replaces attention whose heads tp may have sharded.
     Technique(
-        lambda run: run.add(apply_context(run.model, run.mesh, run.why_full, run.stage_blocks)),
+        lambda run: run.add(apply_context(run.model, run.mesh, run.why_full, run.stage_blocks, run.full_samples)),
         when=lambda run: run.plan.cp > 1,
     ),
     # Routers need the final sharding of sequences by sp and cp.
@@ -281,6 +289,8 @@ def parallelize(
     if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(message, WeftWarning, stacklevel=3)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
+    if placements is None and mesh.plan.cp > 1:
+        run.full_samples = choose_full_samples(model, replica, example)
     _apply(PREPARE, run)
     if placements is None:
         shard(run)

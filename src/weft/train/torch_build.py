@@ -16,7 +16,7 @@ from weft.memory.recompute import recompute_of
 from weft.models.adapters import adapted
 from weft.monitor.step_times import Meter
 from weft.optim.build import build_optimizer, freeze
-from weft.parallel.context.context import sequence_in_use, shard_sequence
+from weft.parallel.context.context import local_batch, sequence_in_use
 from weft.parallel.dropout.embedding_noise import embedding_noise
 from weft.parallel.local_sgd import rare_sync
 from weft.parallel.parallelize import parallelize
@@ -149,7 +149,7 @@ def _choose_recompute(model: nn.Module, mesh: Mesh, job: EngineJob, batches: Bat
     recompute = recompute_of(model)
     if recompute is None or recompute.is_chosen:
         return
-    batch = shard_sequence(model, move_batch(batches.batches(0)[0], mesh.device))
+    batch = local_batch(model, move_batch(batches.batches(0)[0], mesh.device))
 
     def example() -> None:
         with sequence_in_use(model):

@@ -16,6 +16,7 @@ from weft.config.run_config import RunConfig
 from weft.errors import ModelError
 from weft.memory.offload import HostCopies
 from weft.monitor.step_times import Meter
+from weft.parallel.context.context import takes_full_samples
 from weft.parallel.local_sgd import rare_sync
 from weft.train.averaged_weights import averaged
 from weft.train.data_share import Batches
@@ -42,6 +43,10 @@ class StepInputs:
         self._config, self._mesh, self._task = config, mesh, task
         # The ranks of cp have different tokens, and need different dropout masks.
         self._part = (mesh["cp"].rank,) if mesh.plan.cp > 1 else ()
+
+    def share_samples(self) -> None:
+        """Give all cp ranks the same seeds, because they compute the same samples."""
+        self._part = (0,)
 
     def make(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
         """Return the microbatches of a step, their seeds, and the step's seed.
@@ -130,6 +135,8 @@ class TorchEngine:
         built = build(self._job, self._rank, self._kernels, self.meter)
         self._step, self.batches, self.replicas = built.step, built.batches, built.replicas
         self._eval_batches, self._forwards = built.eval_batches, built.forwards
+        if takes_full_samples(built.step.model):
+            self._inputs.share_samples()
         self._tracer = StepTracer(built.step.model, self.mesh, self._job.task, built.batches)
         self.state = TorchState(built.step, built.replicas)
         self.reports = TorchReports(self._job, self._rank, built.step, self._kernels.lines(), built.replicas)

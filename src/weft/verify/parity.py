@@ -237,7 +237,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     with several_buckets(model):
         names = ("layout", "norm_group", "bf16_layers", "fp8_recipe")
         asked = {name: getattr(case, name) for name in names if hasattr(case, name)}
-        if plan.tp > 1 and (example := getattr(case, "example", None)) is not None:
+        if (plan.tp > 1 or plan.cp > 1) and (example := getattr(case, "example", None)) is not None:
             asked["example"] = example(model)
         parallelize(model, mesh, **asked)
     step = TrainStep(

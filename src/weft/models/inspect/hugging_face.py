@@ -43,6 +43,15 @@ _CAPTURES = "transformers.utils.output_capturing"
 _EXPERTS = "_experts_implementation_internal"
 
 
+#: Arguments of forwards with images, videos or audio.
+MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+
+
+def takes_media(model: nn.Module) -> bool:
+    """Return True if the forward of a transformers model takes images, videos or audio."""
+    return any(name in inspect.signature(model.forward).parameters for name in MEDIA)
+
+
 def is_hugging_face(model: nn.Module) -> bool:
     """Return True for a transformers model, without importing transformers."""
     library = sys.modules.get("transformers.modeling_utils")

@@ -31,6 +31,7 @@ __all__ = [
     "hidden_index",
     "mixing",
     "why_fixed_attention",
+    "why_mixed",
 ]
 
 #: Parts of class names of modules that mix tokens: attention, recurrent states, convolutions, and other modules that
@@ -134,7 +135,12 @@ def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, e
 
 
 def find_mixers(
-    model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
+    model: nn.Module,
+    blocks: Sequence[Sequence[str]],
+    division: TokenDivision,
+    example: Any = None,
+    runs: Sequence[tuple[str, str]] | None = None,
+    most: int = _MOST_WIDENED,
 ) -> tuple[str, ...]:
     """Return the modules that must get all tokens so that the blocks treat each token separately outside them.
 
@@ -142,17 +148,18 @@ def find_mixers(
         blocks: paths of the blocks of each chain, in module order.
         division: how the parallelism technique shards tokens. Its `gathering` is ignored.
         example: arguments of a forward, or None for generated ones.
+        runs: first and last block of each region with sharded tokens, or None for one region in each chain.
+        most: maximum number of kinds of modules that get all tokens.
 
     Raises:
         LayoutError: if a block's own code mixes tokens or has an unknown operation, or the model cannot be traced.
     """
-    regions = TokenRegions(
-        tuple((chain[0], chain[-1]) for chain in blocks), tuple(p for chain in blocks for p in chain)
-    )
+    ends = tuple((chain[0], chain[-1]) for chain in blocks) if runs is None else tuple(runs)
+    regions = TokenRegions(ends, tuple(path for chain in blocks for path in chain))
     example = example_of(model, batch=2) if example is None else example
     mixers: set[str] = set()
     flow = _traced(model, regions, replace(division, gathering=()), example)
-    for _ in range(_MOST_WIDENED):
+    for _ in range(most):
         found = _next_mixers(model, flow, replace(division, gathering=mixers), mixers) if flow.problem else set[str]()
         if not found:
             break
@@ -162,6 +169,12 @@ def find_mixers(
         raise LayoutError(f"{division.where}: {flow.problem} {division.remedy}")
     inside = {path for path in mixers if any(path.startswith(f"{other}.") for other in mixers)}
     return tuple(path for path, _ in named_modules(model) if path in mixers - inside)
+
+
+def why_mixed(model: nn.Module, paths: Sequence[str], division: TokenDivision, example: Any) -> str:
+    """Return the reason why modules do not treat each token separately, or "" if they do. Each one is a region."""
+    regions = TokenRegions(tuple((path, path) for path in paths), tuple(paths))
+    return _traced(model, regions, division, example).problem or ""
 
 
 def _next_mixers(model: nn.Module, flow: TokenTrace, division: TokenDivision, known: Collection[str]) -> set[str]:

@@ -89,6 +89,7 @@ class TokenDivision:
         where: the setting, for messages.
         remedy: the fix, for messages.
         has_own_loss: True if each rank computes a loss for its tokens, so that all gradients are summed anyway.
+        has_full_output: with has_own_loss, True if the model's output must have all tokens.
         reading: modules that receive an encoder's states, which are sharded too.
         entries: modules around sharded layers -> number of features. They gather the tokens of the first argument with
             that many features. A row-parallel layer inside or behind them shards the tokens again.
@@ -101,6 +102,7 @@ class TokenDivision:
     where: str = "sp=on"
     remedy: str = "Use sp=off."
     has_own_loss: bool = False
+    has_full_output: bool = False
     reading: Collection[str] = ()
     entries: Mapping[str, int] = field(default_factory=dict[str, int])
     full: Collection[str] = ()

@@ -577,7 +577,7 @@ class TokenTrace:
 
     def _outside(self, leaves: Sequence[Any], operation: str) -> None:
         """Check that code with all tokens does not read values that blocks computed for a part of them."""
-        if self._division.has_own_loss and operation == "its output":
+        if self._division.has_own_loss and not self._division.has_full_output and operation == "its output":
             return
         for leaf in leaves:
             if self.marks.of(leaf) is not None:

@@ -27,7 +27,12 @@ class Context:
 
     `in_use` is True while the model receives sharded sequences. Otherwise, as in generation, the model uses its
     original attention, and each rank computes full sequences. Of `plan`, only `cp_mode` and `tp` are used.
+
+    `shards_samples` is False if `shard` returns full samples: then all ranks compute the same loss, and only the first
+    rank's counts.
     """
+
+    shards_samples = True
 
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
         self.axis = axis
@@ -140,6 +145,11 @@ class Context:
         """Return True if the module at `path` gets all tokens of a sharded sequence. Here always False."""
         del path
         return False
+
+    @property
+    def counts_loss(self) -> bool:
+        """True if this rank's loss is part of the sum over ranks."""
+        return self.shards_samples or self.axis.rank == 0
 
     def check_labels(self, batch: Any) -> None:
         """Raise ModelError if the first batch's labels equal its input_ids: the loss cannot shift labels across ranks.

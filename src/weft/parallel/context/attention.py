@@ -5,11 +5,12 @@ B sequences, T queries, S keys, H query heads, K key-value heads, C head dim.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from weft.models.attention import Attention, SdpaCore, Visible
 from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face
 from weft.models.inspect.blocks import repeated_blocks
+from weft.models.inspect.dry_run import call_traced
 from weft.parallel.context.apply import Context
 from weft.parallel.context.full_mixers import BESIDE_TOKENS
 from weft.parallel.context.kernels import (
@@ -484,3 +486,71 @@ def _by_mask(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Te
     order = context.order(places_T.shape[0] * context.axis.size)
     seen_BS = full_sequence(mask.to(torch.int64), context.axis, order)
     return order.shard(seen_BS.cumsum(1) * seen_BS - 1)
+
+
+# Trial on the meta device.
+
+
+def why_attention_fails(model: nn.Module) -> str:
+    """Return the reason why a transformers model cannot run on a rank's tokens with sharded attention, or "".
+
+    Runs one forward without values, with the arguments that the model gets from `replace_attention`. Code that reads
+    masks or positions of full sequences fails. Chunked attention needs a mask, and is refused too.
+    """
+    where = f"{type(model).__name__} fails on a rank's part of each sequence"
+    layers = (module for module in model.modules() if hasattr(module, "layer_idx"))
+    if any(hugging_face.attention_chunk(layer) > 0 for layer in layers):
+        return f"{type(model).__name__} attends within chunks of tokens"
+    example = {
+        "input_ids": torch.zeros(2, 8, dtype=torch.int64),
+        "position_ids": torch.arange(8)[None],
+        "attention_mask": torch.empty((1, 1, 1, 0), dtype=torch.int64),
+    }
+    try:
+        call_traced(model, example, lambda inputs: _stand_in(model))
+    except ModelError as error:
+        try:
+            call_traced(model, {"input_ids": example["input_ids"]}, lambda inputs: contextlib.nullcontext())
+        except ModelError:
+            return ""  # such a model cannot be tried
+        return f"{where} ({error})"
+    return ""
+
+
+@contextlib.contextmanager
+def _stand_in(model: nn.Module) -> Iterator[None]:
+    """Replace attention functions by one that keeps tokens apart. Restores the modules' configs."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        own = hugging_face.attention_name(module)
+        config: Any = getattr(module, "config", None)
+        if own is not None:
+            name = f"{PREFIX}trial_{own}"
+            ALL_ATTENTION_FUNCTIONS.register(name, _attend_to_self)
+            if own in ALL_MASK_ATTENTION_FUNCTIONS:
+                ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
+            before.append((module, config))
+            changed: Any = copy.copy(config)
+            changed._attn_implementation_internal = name
+            module.config = changed
+    try:
+        yield
+    finally:
+        for module, config in before:
+            module.config = config
+
+
+def _attend_to_self(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Return each token's own values, (B, T, H, C), as an attention function of transformers.
+
+    Raises ModelError for a mask that the model made.
+    """
+    del key, kwargs
+    if attention_mask is not None and attention_mask.numel():
+        raise ModelError(f"{type(module).__name__} makes its own attention mask")
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None

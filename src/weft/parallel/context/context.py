@@ -30,7 +30,9 @@ from weft.parallel.context.full_mixers import (
     gather_mixers,
     mixers_of,
 )
+from weft.parallel.context.full_samples import FullSamples, FullSamplesPlan, apply_full_samples, sharded_paths
 from weft.parallel.context.state_layers import can_keep_tokens
+from weft.parallel.expert import balanced_routers
 from weft.parallel.state.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
@@ -71,7 +73,11 @@ def check_sequences(model: nn.Module, mesh: Mesh, example: Any = None) -> str:
 
 
 def apply_context(
-    model: nn.Module, mesh: Mesh, why: str = "", runs: Sequence[Sequence[str]] | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    why: str = "",
+    runs: Sequence[Sequence[str]] | None = None,
+    full_samples: FullSamplesPlan | None = None,
 ) -> dict[str, Placement]:
     """Make `model` take sequences that are sharded over `mesh["cp"]`, in place. Does nothing if cp is 1.
 
@@ -81,10 +87,13 @@ def apply_context(
     Args:
         why: result of `check_sequences` for the full model.
         runs: paths of the blocks of each pipeline stage on this rank; None if all blocks are on this rank.
+        full_samples: result of `choose_full_samples` for the full model.
     """
     if mesh["cp"].size == 1:
         return {}
-    if why:
+    if full_samples is not None:
+        context = _take_full_samples(model, mesh, full_samples)
+    elif why:
         context = _give_all(model, mesh, why, runs)
     elif hugging_face.is_hugging_face(model):
         heads = hugging_face.attention_heads(model)
@@ -121,6 +130,36 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
     return context
 
 
+def _take_full_samples(model: nn.Module, mesh: Mesh, chosen: FullSamplesPlan) -> FullSamples:
+    if next(balanced_routers(model), None) is not None:
+        raise ModelError(
+            f"cp={mesh['cp'].size}: routers that balance their experts count tokens of all ranks, and every rank of cp "
+            "gets full samples of this model. Use cp=1, or no balancing."
+        )
+    if mesh.rank == 0:
+        kept = "".join(f" Every rank computes {path or 'the model'} for all tokens." for path, _ in chosen.undivided)
+        warnings.warn(
+            f"cp={mesh['cp'].size}: every rank gets full samples, and tokens are sharded only in the blocks of "
+            f"{', '.join(sharded_paths(chosen))}, between their modules that mix tokens. Embeddings, attention, heads "
+            f"and the loss cost every rank the memory and time of full samples.{kept}",
+            WeftWarning,
+            stacklevel=2,
+        )
+    return apply_full_samples(model, mesh, chosen)
+
+
+def takes_full_samples(model: nn.Module) -> bool:
+    """Return True if every cp rank gets full samples and computes the same loss."""
+    context = context_of(model)
+    return context is not None and not context.shards_samples
+
+
+def counts_loss(model: nn.Module) -> bool:
+    """Return True if this rank's loss is part of the sum over ranks. False if another cp rank counts the same loss."""
+    context = context_of(model)
+    return context is None or context.counts_loss
+
+
 def register_context_operators(model: nn.Module, recomputes: bool) -> None:
     """Make each attention call over sharded sequences one operator in compiled blocks. Call it before compiling."""
     if context_of(model) is not None:
@@ -135,10 +174,23 @@ def context_of(model: nn.Module) -> Context | None:
 
 
 def shard_sequence(model: nn.Module, batch: Any) -> Any:
-    """Return this rank's shard of a batch of full sequences: its tokens of each tensor whose dim 1 is the sequence.
+    """Return this rank's shard of a batch of full sequences, for a loop of your own.
 
-    Returns the batch unchanged if the model's sequences are not sharded. Labels must already be shifted.
+    It has this rank's tokens of each tensor whose dim 1 is the sequence. Returns the batch unchanged if the model's
+    sequences are not sharded. Labels must already be shifted.
+
+    Raises ModelError if every cp rank gets full samples, because the loop would count each loss cp times.
     """
+    if takes_full_samples(model):
+        raise ModelError(
+            "cp: every rank gets full samples of this model, and a loop of your own would count each loss on every "
+            "rank. Use run.train_step, or cp=1."
+        )
+    return local_batch(model, batch)
+
+
+def local_batch(model: nn.Module, batch: Any) -> Any:
+    """Return what this rank computes of a batch: its tokens, or full samples of which only the first rank counts."""
     context = context_of(model)
     return batch if context is None else context.shard(batch)
 

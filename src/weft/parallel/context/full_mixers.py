@@ -41,10 +41,10 @@ from weft.parallel.layers.state_mixers import documents_in, state_mixers
 from weft.private_torch import tree_flatten, tree_unflatten
 
 #: Inputs that contain no tokens: every rank reads them in full.
-BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+BESIDE_TOKENS = hugging_face.MEDIA
 _TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
 #: Prefixes of arguments that contain an encoder's output, for all of its tokens.
-_OF_ENCODER = ("encoder_", "key_value_states")
+OF_ENCODER = ("encoder_", "key_value_states")
 _TOKEN_DIM = 1
 _Rebuild = Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -242,7 +242,7 @@ class _Hooks:
             every = list((given | values).items())
             return tuple(value for _, value in every[:count]), dict(every[count:])
 
-        mixed = {name: value for name, value in given.items() if not name.startswith(_OF_ENCODER)}
+        mixed = {name: value for name, value in given.items() if not name.startswith(OF_ENCODER)}
         first = {"hidden_states": mixed["hidden_states"]} if "hidden_states" in mixed else {}
         return first | mixed, rebuilt
 

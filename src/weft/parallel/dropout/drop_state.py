@@ -77,6 +77,7 @@ class Drops:
         self.is_told = True
         self._data = mesh.data
         self._cp, self._plan = mesh["cp"], mesh.plan
+        self._seed_part = self._cp.rank if context is None or context.shards_samples else 0
         self.device = mesh.device
         self._context, self._seed = context, seed
         self.num_keys = 0  #: number of keys from `next_key`
@@ -245,12 +246,13 @@ class Drops:
     def seed_at(self, key: int, samples: SampleNumbers | None, model: nn.Module) -> int:
         """Return the seed of torch's generators for a microbatch, derived from its step's key and lowest sample index.
 
-        Ranks of tp get the same seed. Ranks of cp have other tokens of the same samples and get different seeds.
+        Ranks of tp get the same seed. Ranks of cp have other tokens of the same samples and get different seeds, unless
+        every rank gets full samples.
         samples: samples of the microbatch, or None if unknown: the data rank then replaces the sample index.
         """
         numbers = (self._data.rank,) if samples is None else samples.numbers
         first = min(numbers, default=-1 - self._data.rank)
-        return key_of(key, type(model).__qualname__, first, self._cp.rank) % 2**63
+        return key_of(key, type(model).__qualname__, first, self._seed_part) % 2**63
 
     def _pass_to_compiled(self) -> None:
         """Store keys and samples as tensors for compiled blocks, because ints would be constants of their graphs."""

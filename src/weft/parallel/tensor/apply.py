@@ -266,7 +266,7 @@ def find_token_regions(
         if not gathers_per_layer(parent, modules, styles) and layers.is_linear(modules[path]):
             entries.setdefault(parent, entry_width(path, modules, styles))
     chains: dict[str, list[str]] = {}
-    for path in blocks_outside(model, is_whole):
+    for path in blocks_outside(model, is_whole, styles):
         chains.setdefault(layers.parent_of(path), []).append(path)
     division = token_flow.TokenDivision(
         styles, sequence.whole, sequence.width, reading=sequence.reading, entries=entries

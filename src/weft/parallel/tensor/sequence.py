@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from weft.comm.autograd import copy_to, gather_from, gather_slice, slice_to
 from weft.comm.mesh import Axis
@@ -161,9 +162,9 @@ def plan_sequence(
     """
     if regions is not None and regions.why_none:
         return TokenSharding((), (), (), with_ends=False, width=0)
-    blocks = blocks_outside(model, is_whole)
-    if regions is not None and regions.why_apart:
-        modules = dict(model.named_modules())
+    blocks = blocks_outside(model, is_whole, styles)
+    if regions is not None and (regions.why_apart or hugging_face.is_hugging_face(model)):
+        modules = dict(model.named_modules())  # a stage may have no block of the sharded chain
         blocks = {path: modules[path] for path in regions.units if path in modules}
     chains: dict[str, list[str]] = {}
     for path in blocks:
@@ -173,11 +174,8 @@ def plan_sequence(
             f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
             "blocks. Use sp=off."
         )
-    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not (len(chains) == 2 and _is_pair(model)):
-        raise LayoutError(
-            f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
-            f"{len(chains)}. Use sp=off."
-        )
+    if hasattr(model, "base_model_prefix") and len(set(map(layers.parent_of, repeated_blocks(model)))) > 1:
+        _refuse_batch_norms(blocks)
     modules = dict(model.named_modules())
     whole = tuple(place for path, block in blocks.items() for place in _replicated_mixers(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
@@ -200,6 +198,17 @@ def plan_sequence(
     return TokenSharding(
         tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed, full, pads
     )
+
+
+def _refuse_batch_norms(blocks: Mapping[str, nn.Module]) -> None:
+    """Raise LayoutError if blocks have batch norms: their statistics are those of all tokens."""
+    for path, block in blocks.items():
+        for name, module in block.named_modules():
+            if isinstance(module, _BatchNorm):
+                raise LayoutError(
+                    f"sp=on: {path}.{name} ({type(module).__name__}) computes statistics over all tokens, and tokens "
+                    "are sharded in its block. Use sp=off."
+                )
 
 
 def _is_pair(model: nn.Module) -> bool:
@@ -227,19 +236,39 @@ def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, 
     return layers.weight_of(modules[column]).shape[1] if row is None else layers.weight_of(modules[row]).shape[0]
 
 
-def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[str, nn.Module]:
+def blocks_outside(
+    model: nn.Module, is_whole: Callable[[str], bool], styles: Mapping[str, Style]
+) -> dict[str, nn.Module]:
     """Return the repeated blocks that tensor parallelism may shard, by path.
 
     Of a Hugging Face model with towers for images or audio, these are the blocks of its text decoder: the tokens of a
-    tower are not those of the text.
+    tower are not those of the text. Of other models with several block lists, except an encoder and a decoder, it is
+    the list with the most parameters among those with column-sharded layers.
     """
     blocks = {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
-    if not hugging_face.is_hugging_face(model) or getattr(model.config, "is_encoder_decoder", False):
+    if not hugging_face.is_hugging_face(model):
         return blocks
+    if getattr(model.config, "is_encoder_decoder", False):
+        is_pair = len(set(map(layers.parent_of, blocks))) < 3 and _is_pair(model)
+        return blocks if is_pair else _largest_chain(blocks, styles)
     decoder: Any = model.get_decoder()  # pyright: ignore[reportCallIssue] - the model itself without one
     place = next((path for path, module in model.named_modules() if module is decoder), "")
     text = {path: block for path, block in blocks.items() if not place or path.startswith(f"{place}.")}
-    return text if len(set(map(layers.parent_of, text))) == 1 else blocks
+    return _largest_chain(text or blocks, styles)
+
+
+def _largest_chain(blocks: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> dict[str, nn.Module]:
+    """Return the block list with the most parameters, of those with column-sharded layers if there are any."""
+    chains: dict[str, dict[str, nn.Module]] = {}
+    for path, block in blocks.items():
+        chains.setdefault(layers.parent_of(path), {})[path] = block
+    columns = [path for path in styles if _is(styles, path, "colwise")]
+
+    def rank(chain: Mapping[str, nn.Module]) -> tuple[bool, int]:
+        has_columns = any(path.startswith(f"{block}.") for block in chain for path in columns)
+        return has_columns, sum(param.numel() for block in chain.values() for param in block.parameters())
+
+    return max(chains.values(), key=rank, default={})
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
 from weft.errors import WeftWarning
-from weft.parallel.context.context import sequence_in_use, shard_sequence
+from weft.parallel.context.context import local_batch, sequence_in_use
 from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.pipeline.runtime import pipeline_of
@@ -92,7 +92,7 @@ def check_first_batch(
     probed = Probed(
         model, forward, loss_fn, inside, limit_of(mesh), parts, forwards, mesh, pipeline, stage_forward or forward
     )
-    batch = shard_sequence(model, batch)
+    batch = local_batch(model, batch)
     with nullcontext() if pipeline is None else pipeline.probing(batch, probed.stage_forward or forward):
         return _check_batch(probed, batch, samples, mesh)
 

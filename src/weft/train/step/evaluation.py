@@ -17,7 +17,12 @@ from weft.data.random_state import preserve_generators, seed_generators
 from weft.models.adapters import AdaptedLinear, without_adapter
 from weft.models.adapters_experts import AdaptedExperts
 from weft.models.token_rows import TrainedRows
-from weft.parallel.context.context import sequence_in_use, shard_sequence
+from weft.parallel.context.context import (
+    counts_loss,
+    local_batch,
+    sequence_in_use,
+    takes_full_samples,
+)
 from weft.parallel.dropout.drop_state import marked_samples
 from weft.parallel.local_sgd import anchored
 from weft.parallel.pipeline.runtime import pipeline_of
@@ -122,13 +127,14 @@ def mean_loss(
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     widens = needs_float32(loss_fn, mesh.plan)
+    cp_rank = 0 if takes_full_samples(model) else mesh["cp"].rank
 
     def one_by_one() -> Iterator[Any]:
         for number, batch in enumerate(batches):
             for index, part in enumerate(batch.marked() if isinstance(batch, Microbatches) else [batch]):
                 found = marked_samples(part)
                 samples = (mesh.data.rank, index) if found is None else (min(found.numbers, default=-1),)
-                seed_generators(key_of("evaluate", seed, number, *samples, mesh["cp"].rank))
+                seed_generators(key_of("evaluate", seed, number, *samples, cp_rank))
                 yield part
 
     def add(output: Any, local: Any, counts: bool) -> None:
@@ -154,8 +160,10 @@ def each_output(
 ) -> None:
     """Run forward on each batch in evaluation mode, and call `add` on the output; in a pipeline on the last stage only.
 
-    `add` receives the output, the batch, and a flag, which is False for a placeholder without samples.
+    `add` receives the output, the batch, and a flag. It is False for a placeholder without samples, and if another cp
+    rank counts the same samples.
     """
+    is_counted = counts_loss(model)
     counts = True  # of the current batch
 
     def forward_to_loss(model: nn.Module, local: Any) -> Any:
@@ -165,9 +173,9 @@ def each_output(
     def on_device(batch: Any) -> Any:
         nonlocal counts
         samples = marked_samples(batch)
-        counts = samples is None or not samples.is_empty
+        counts = is_counted and (samples is None or not samples.is_empty)
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
-        return shard_sequence(model, moved)
+        return local_batch(model, moved)
 
     data_parallel(model).wait_for_weights()
     was_training = model.training
@@ -296,7 +304,7 @@ class RankForwards:
         if pipeline_of(model) is not None and not found:
             found = [torch.zeros(len(one["labels"]), dtype=torch.float64, device=self._mesh.device) for one in batches]
         cp = self._mesh["cp"]
-        return found if cp.size == 1 else [all_reduce(one, cp) for one in found]
+        return found if cp.size == 1 or takes_full_samples(model) else [all_reduce(one, cp) for one in found]
 
     @torch.no_grad()
     def second(self, call: Callable[[Any], Any]) -> Any:
@@ -314,8 +322,8 @@ class RankForwards:
         return all_reduce(given if self.is_counted else torch.zeros_like(given), counted_ranks(self._mesh))
 
     def along_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values over cp, with gradients."""
-        return sum_over(values, self._mesh["cp"])
+        """Sum values over cp, with gradients. If every rank has full samples, the values are sums already."""
+        return values if takes_full_samples(self._model) else sum_over(values, self._mesh["cp"])
 
     def on_first(self, act: Callable[[], Any]) -> Any:
         """Run `act` on the first rank, and return its JSON value on all ranks."""

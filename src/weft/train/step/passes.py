@@ -14,7 +14,7 @@ from weft.comm.mesh import Mesh
 from weft.data.random_state import preserve_generators, seed_generators
 from weft.monitor.step_times import Meter
 from weft.parallel.batch_norm.norm_groups import norm_groups_of
-from weft.parallel.context.context import context_of
+from weft.parallel.context.context import context_of, counts_loss
 from weft.parallel.dropout.by_position import draws_nothing, drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.local_means import train_mode
@@ -162,6 +162,7 @@ class Accumulate:
     def __init__(self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter):
         self.model, self.forward, self.loss, self.meter = model, forward or call_model, loss, meter
         self.engine, self._context = data_parallel(model), context_of(model)
+        self._counts_loss = counts_loss(model)
 
     def run(self, work: Work) -> None:
         """Run all microbatches."""
@@ -178,6 +179,8 @@ class Accumulate:
                 output = self.with_labels(self.model, microbatch)
                 loss_sum, num_tokens = work.loss(output, microbatch, index)
                 del output  # logits are large, and backward does not need them
+                if not self._counts_loss:  # the first cp rank counts the same loss
+                    loss_sum, num_tokens = loss_sum * 0, num_tokens * 0
                 work.sums[0] += loss_sum.detach()
                 work.sums[1] += num_tokens
             with self.meter.phase("backward"):

@@ -287,6 +287,9 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     elif not isinstance(model, layers.KnownModel) and not hugging_face.is_hugging_face(model):
         rule = f"every rank would compute the attention of {kind}, a model of your own, for all tokens"
         limits.append(("cp", Limit((1,), rule)))
+    elif _has_towers(model):
+        rule = f"every rank of cp would get full samples of {kind}, which takes media, and the planner prices only text"
+        limits.append(("cp", Limit((1,), rule)))
     elif attention is None or not attention.causal:
         limits.append(("cp", Limit((1,), "its attention is not torch's fused one under a causal mask alone")))
     if any(each.batch.one > 1 for layer in found.layers for each in layer.matmuls):
@@ -298,6 +301,12 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
         rule = str(error).partition(". ")[0].partition(": ")[2] or str(error)
         limits.append(("pp", Limit((1,), rule.rstrip("."))))
     return limits
+
+
+def _has_towers(model: nn.Module) -> bool:
+    if not hugging_face.is_hugging_face(model) or not hugging_face.takes_media(model):
+        return False
+    return len({layers.parent_of(path) for path in repeated_blocks(model)}) > 1
 
 
 # The default description of a task for the planner: its model, traced with the task's samples.
