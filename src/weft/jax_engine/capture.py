@@ -133,6 +133,8 @@ class Captured:
         constants: arrays of the graph.
         blocks: paths of modules that are recomputed in backward.
         hint: function of (value, node), which may constrain a value's sharding.
+        tables: values that torch computes from the batch.
+        saves_products: recomputed blocks keep the results of matrix products.
     """
 
     graph: GraphModule
@@ -142,6 +144,17 @@ class Captured:
     blocks: tuple[str, ...] = ()
     hint: Callable[[Any, Node], Any] | None = None
     tables: list[Node] = field(default_factory=list)
+    saves_products: bool = False
+
+    def between(self, blocks: Sequence[str]) -> set[Node]:
+        """Return the values that one block computes and another module uses."""
+
+        def block_of(node: Node) -> str:
+            path = _path(node)
+            return next((one for one in blocks if path == one or path.startswith(f"{one}.")), "")
+
+        lines = [node for node in self.graph.graph.nodes if node.op == "call_function"]
+        return {node for node in lines if any(block_of(user) != block_of(node) for user in node.users)}
 
     def inputs(self, batch: Any, buffers: Mapping[str, torch.Tensor]) -> list[Any]:
         """Return the arrays of a batch: its tensors, then the tables that torch computes from it.
@@ -214,7 +227,8 @@ class Captured:
             self._compute(lines, local)
             return [local[node] for node in results]
 
-        found = jax.checkpoint(block)(*(values[one] for one in given))
+        policy = jax.checkpoint_policies.dots_saveable if self.saves_products else None
+        found = jax.checkpoint(block, policy=policy)(*(values[one] for one in given))
         values.update(zip(results, found, strict=True))
 
 
@@ -365,8 +379,9 @@ def _float32_tables(graph: GraphModule, names: Mapping[str, tuple[str, str]]) ->
                 single.add(node)
     if not uses_float64:
         return []
-    floats = [node for node in graph.graph.nodes if node in single and node.meta["val"].is_floating_point()]
-    return [node for node in floats if any(user not in fixed for user in node.users)]
+    used = [node for node in graph.graph.nodes if node in single and any(user not in fixed for user in node.users)]
+    values = {node: node.meta.get("val") for node in used}
+    return [node for node, one in values.items() if isinstance(one, torch.Tensor) and one.is_floating_point()]
 
 
 def to_array(tensor: Any) -> np.ndarray[Any, Any]:
