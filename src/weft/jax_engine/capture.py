@@ -384,6 +384,23 @@ def _float32_tables(graph: GraphModule, names: Mapping[str, tuple[str, str]]) ->
     return [node for node, one in values.items() if isinstance(one, torch.Tensor) and one.is_floating_point()]
 
 
+def rounded(model: nn.Module) -> nn.Module:
+    """Round the parameters to bfloat16, in which a forward with precision=bf16 computes, and return the model."""
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(torch.bfloat16)
+    return model
+
+
+def prepare_routers(model: nn.Module) -> None:
+    """Make routers add the gradient of the loss sum. Raises ModelError for selection biases, which steps move."""
+    for name, module in model.named_modules():
+        if getattr(module, "bias_ppm", None) is not None:
+            raise ModelError(f"model.balance=bias: engine=jax does not move the bias of {name}. Use balance=aux_loss.")
+        if hasattr(module, "aux_scale"):
+            module.aux_scale = 1.0
+
+
 def to_array(tensor: Any) -> np.ndarray[Any, Any]:
     """Return a tensor's values as a numpy array. bfloat16 uses the numpy dtype of JAX."""
     tensor = tensor.detach().cpu().contiguous()

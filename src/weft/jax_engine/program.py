@@ -53,6 +53,11 @@ def devices(number: int) -> list[Any]:
     return found[:number]
 
 
+def jax_version() -> str:
+    """Return the version of JAX."""
+    return jax.__version__
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Shardings of a plan's arrays on its mesh.

@@ -20,7 +20,7 @@ from torch import nn
 
 from weft.config.plan import Plan
 from weft.data.batches import map_tensors
-from weft.errors import MissingExtra, ModelError, WeftError
+from weft.errors import MissingExtra, WeftError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.find_layout import find_layout
 from weft.verify.parity import ParityResult, See, microbatches_of_case
@@ -90,8 +90,8 @@ def _build(plan: Plan, case: BuiltCase, batch: Any) -> _Model:
     buffers = {name: capturing.to_array(buffer) for name, buffer in model.named_buffers()}
     function = partial(_loss, case, plan.precision == "bf16")
     if plan.precision == "bf16":
-        round_parameters(model)
-    prepare_experts(model)
+        capturing.rounded(model)
+    capturing.prepare_routers(model)
     captured = capturing.capture(model, function, batch, case.source)
     shapes = {name: param.shape for name, param in params.items()}
     program = Program(
@@ -100,22 +100,6 @@ def _build(plan: Plan, case: BuiltCase, batch: Any) -> _Model:
     )  # fmt: skip
     placed, states = program.place(params)
     return _Model(program, placed, buffers, states, dict(model.named_buffers()))
-
-
-def round_parameters(model: nn.Module) -> None:
-    """Round the parameters to bfloat16, in which a captured forward with precision=bf16 computes."""
-    for param in model.parameters():
-        if param.is_floating_point():
-            param.data = param.data.to(torch.bfloat16)
-
-
-def prepare_experts(model: nn.Module) -> None:
-    """Make routers add the gradient of the loss sum. Raises ModelError for selection biases, which steps move."""
-    for name, module in model.named_modules():
-        if getattr(module, "bias_ppm", None) is not None:
-            raise ModelError(f"model.balance=bias: engine=jax does not move the bias of {name}. Use balance=aux_loss.")
-        if hasattr(module, "aux_scale"):
-            module.aux_scale = 1.0
 
 
 def _loss(case: BuiltCase, rounds: bool, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
