@@ -20,7 +20,7 @@ from weft.cli.launch.launch import count_ranks, process_age_s, usable_cores, vis
 from weft.cli.launch.rank import RankInputs, train_rank
 from weft.cli.launch.spec import LaunchSpec
 from weft.config.plan import Plan
-from weft.errors import CommError, WeftError
+from weft.errors import CommError, LaunchError, WeftError
 from weft.monitor.terminal import busy
 from weft.units import parse_seconds
 

@@ -251,8 +251,8 @@ JAX_RULES: tuple[ConfigRule, ...] = (
                    "Write the plan, such as plan='dp_shard=2 zero=2'"),
     _not_under_jax("trains-the-default-task", "task.name", lambda config: config.task.name is not None,
                    "only the default task is built", "Leave task.name out"),
-    _not_under_jax("has-no-adapters", "model.adapter.rank", lambda config: config.model.adapter.rank > 0,
-                   "adapters are not built", "Use model.adapter.rank=0"),
+    _not_under_jax("has-no-adapters", "adapter.rank", lambda config: config.adapter.rank > 0,
+                   "adapters are not built", "Use adapter.rank=0"),
     _not_under_jax("has-one-process", "launch.restarts", lambda config: (
         config.launch.restarts > 0 or config.launch.replicas_apart or config.checkpoint.peer_every > 0),
         "one process trains and nothing restarts it", "Use launch.restarts=0 and checkpoint.peer_every=0"),
