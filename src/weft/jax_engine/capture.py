@@ -206,12 +206,14 @@ class Captured:
             self._recomputed(lines[first:end], values, set(lines[end:]) | {nodes[-1]})
             start = end
         self._compute(lines[start:], values)
-        return jax.tree.map(lambda one: values.get(one, one), tuple(nodes[-1].args[0]), is_leaf=_is_node)
+        outputs: Any = nodes[-1].args[0]
+        return tuple(values.get(one, one) for one in outputs)
 
     def _compute(self, lines: Sequence[Node], values: dict[Node, Any]) -> None:
         for node in lines:
-            args, options = _filled(node.args, values), _filled(node.kwargs, values)
-            found = FORMS[_name(node)](*args, **options) if _name(node) in FORMS else node.target(*args, **options)
+            # Python's own operators, such as the choice of a result or arithmetic of sizes, have no other form.
+            form: Any = FORMS.get(_name(node), node.target)
+            found = form(*_filled(node.args, values), **_filled(node.kwargs, values))
             found = _as_torch(found, node.meta.get("val"), node)
             values[node] = found if self.hint is None else self.hint(found, node)
 
@@ -230,10 +232,6 @@ class Captured:
         policy = jax.checkpoint_policies.dots_saveable if self.saves_products else None
         found = jax.checkpoint(block, policy=policy)(*(values[one] for one in given))
         values.update(zip(results, found, strict=True))
-
-
-def _is_node(one: object) -> bool:
-    return isinstance(one, Node)
 
 
 def _filled(args: Any, values: Mapping[Node, Any]) -> Any:
@@ -398,7 +396,7 @@ def prepare_routers(model: nn.Module) -> None:
         if getattr(module, "bias_ppm", None) is not None:
             raise ModelError(f"model.balance=bias: engine=jax does not move the bias of {name}. Use balance=aux_loss.")
         if hasattr(module, "aux_scale"):
-            module.aux_scale = 1.0
+            setattr(module, "aux_scale", 1.0)  # noqa: B010 - not an attribute of every module
 
 
 def to_array(tensor: Any) -> np.ndarray[Any, Any]:

@@ -27,7 +27,9 @@ def collectives(program: str) -> Counter[str]:
     return found
 
 
-def lowered(program: Program, params: Mapping[str, Any], buffers: Mapping[str, Any], states: Any, inputs: Sequence[Any]):
+def lowered(
+    program: Program, params: Mapping[str, Any], buffers: Mapping[str, Any], states: Any, inputs: Sequence[Any]
+):
     """Return the step compiled for these arrays."""
     import numpy as np
 

@@ -407,9 +407,7 @@ def _nearest(x: Array, size: Sequence[int] | None, scales: Any = None, *more: fl
     return x
 
 
-def _nll_loss(
-    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
-) -> tuple[Array, Array]:
+def _nll_loss(x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int) -> tuple[Array, Array]:
     kept = target != ignore_index
     safe = jnp.where(kept, target, 0)
     dim = 1 if x.ndim > 1 else 0
@@ -473,6 +471,10 @@ def _nothing(*args: Any, **options: Any) -> None:
     return None
 
 
+def _of_one(form: Callable[[Array], Array]) -> Callable[..., Array]:
+    return lambda x, **options: form(x)
+
+
 _SAME = ("clone", "alias", "contiguous", "lift_fresh_copy", "_local_scalar_dense", "view_as", "to")
 _NOTHING = (
     "_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range",
@@ -497,7 +499,7 @@ _BINARY: dict[str, Callable[..., Array]] = {
 }  # fmt: skip
 #: JAX functions by the operator's namespace and name.
 FORMS: dict[str, Callable[..., Any]] = {
-    **{f"aten.{name}": (lambda form: lambda x, **options: form(x))(form) for name, form in _UNARY.items()},
+    **{f"aten.{name}": _of_one(form) for name, form in _UNARY.items()},
     **{f"aten.{name}": form for name, form in _BINARY.items()},
     **{f"aten.{name}": _same for name in _SAME},
     **{f"aten.{name}": _nothing for name in _NOTHING},

@@ -1,12 +1,13 @@
 """One training step under a plan as one SPMD program: XLA derives the collectives from the shardings of its arrays.
 
-Mesh axes are dp_replicate, dp_shard, ep and tp; ep divides dp_shard, and the three data axes share the samples. Layers are
-sharded over tp and ep by the model's layout. ZeRO shards the optimizer's states (zero=1), gradients (2) and parameters
-(3) over dp_shard and ep.
+Mesh axes are dp_replicate, dp_shard, ep and tp; ep divides dp_shard, and the three data axes share the samples. Layers
+are sharded over tp and ep by the model's layout. ZeRO shards the optimizer's states (zero=1), gradients (2) and
+parameters (3) over dp_shard and ep.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,10 +42,8 @@ def devices(number: int) -> list[Any]:
     """
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_threefry_partitionable", True)
-    try:
+    with contextlib.suppress(RuntimeError):  # JAX has started; the check below counts what it has
         jax.config.update("jax_num_cpu_devices", max(number, LEAST_DEVICES))
-    except RuntimeError:
-        pass  # JAX has started; the check below counts what it has
     found = jax.devices()
     if len(found) < number:
         raise PlanError(
@@ -84,7 +83,7 @@ class Sharding:
     def layer(self, name: str, shape: Sequence[int]) -> list[Any]:
         """Return the mesh axis of each dim of a parameter between ZeRO's gathers: tp and ep."""
         axes: list[Any] = [None] * len(shape)
-        path, _, kind = name.rpartition(".")
+        path, _, _ = name.rpartition(".")
         style = self.layout.style(path) if self.layout is not None else None
         if style is None or not shape:
             return axes
@@ -123,7 +122,9 @@ class Sharding:
     def batch(self, inputs: Sequence[Any]) -> list[NamedSharding]:
         """Return the shardings of stacked microbatches (microbatch, row, ...). Tensors without rows are replicated."""
         rows = inputs[0].shape[1] if inputs and inputs[0].ndim > 1 else 0
-        return [self.named(None, DATA_AXES) if one.ndim > 1 and one.shape[1] == rows else self.named() for one in inputs]
+        return [
+            self.named(None, DATA_AXES) if one.ndim > 1 and one.shape[1] == rows else self.named() for one in inputs
+        ]
 
 
 class Program:

@@ -105,7 +105,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optimi
     first = groups[0]
     odd = [name for name in ("amsgrad", "maximize") if any(group.get(name) for group in groups)]
     if type(optimizer) is torch.optim.AdamW and not odd:
-        return Optimizer("adamw", hyper, tuple(map(float, first["betas"])), float(first["eps"]))
+        beta1, beta2 = map(float, first["betas"])
+        return Optimizer("adamw", hyper, (beta1, beta2), float(first["eps"]))
     if type(optimizer) is torch.optim.SGD and not odd and not first["dampening"]:
         return Optimizer("sgd", hyper, momentum=float(first["momentum"]), nesterov=bool(first["nesterov"]))
     raise ConfigError(

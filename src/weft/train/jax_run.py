@@ -84,9 +84,14 @@ class JaxState:
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
         """Load a checkpoint of either engine. Raises CheckpointError if it belongs to another model or optimizer."""
         weights = checkpoint.tensors("model")
-        expected = {**{name: self.params[name] for name in self.params}, **{one: self.tensors[one] for one in self._kept}}
+        expected = {
+            **{name: self.params[name] for name in self.params},
+            **{one: self.tensors[one] for one in self._kept},
+        }
         if wrong := sorted(weights.keys() ^ expected.keys()):
-            raise CheckpointError(f"tensor {wrong[0]!r}: it is not in both the checkpoint and the model. Use its model.")
+            raise CheckpointError(
+                f"tensor {wrong[0]!r}: it is not in both the checkpoint and the model. Use its model."
+            )
         for name, known in expected.items():
             array = capturing.to_array(weights[name])
             if array.shape != known.shape:
@@ -239,7 +244,8 @@ class JaxEngine:
         capturing.prepare_routers(model)
 
         def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            return task.loss(task.forward(model, batch), batch)
+            total, count = task.loss(task.forward(model, batch), batch)
+            return total, count if isinstance(count, torch.Tensor) else torch.tensor(count)
 
         captured = capturing.capture(model, loss, batch, task.model_line())
         shapes = {name: one.shape for name, one in self.state.params.items()}

@@ -1,7 +1,7 @@
 """Comparison of the JAX engine with one process of torch: the same model, data and steps, every number compared.
 
-The engine shares no parallel code with torch, so it also checks the reference. It runs all ranks of a plan as devices of
-this process.
+The engine shares no parallel code with torch, so it also checks the reference. It runs all ranks of a plan as devices
+of this process.
 """
 
 from __future__ import annotations
