@@ -32,12 +32,12 @@ Arrays = dict[str, Any]
 _KEPT = (
     "linear", "matmul", "scaled_dot_product_attention", "layer_norm", "rms_norm", "silu", "gelu", "masked_fill",
 )  # fmt: skip
-#: Marks a user's operator as differentiable the way its forward is.
+#: Autograd functions whose backward is the derivative of their forward.
 _SAME_GRADIENT = ("weft.models.experts._ScatterRows", "weft.models.experts._Combine", "weft.models.experts._Permute")
 _ATTACH, _LOOP = "weft.models.experts._Attach", "weft.models.experts._Loop"
 
 
-# Operators that mark what a graph of plain ATen operators loses.
+# Operators that keep stopped and added gradients in a graph of ATen operators, which has neither.
 
 
 @torch.library.custom_op("weft_jax::stop_gradient", mutates_args=())

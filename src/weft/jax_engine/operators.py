@@ -367,7 +367,7 @@ def _max_pool(
     dilation: Sequence[int] = (1,), ceil_mode: bool = False,
 ) -> tuple[Array, None]:  # fmt: skip
     window, steps, pads, holes = _windows(x, kernel, stride, padding, dilation)
-    # A constant: JAX differentiates a maximum over windows only if it sees that this is its neutral element.
+    # A constant: JAX differentiates a maximum over windows only whose start is the constant -inf.
     least = np.array(-np.inf, x.dtype)
     return lax.reduce_window(x, least, lax.max, window, steps, pads, window_dilation=holes), None
 

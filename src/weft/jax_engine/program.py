@@ -180,7 +180,7 @@ class Program:
         return lax.with_sharding_constraint(value, self.sharding.named(DATA_AXES, "tp"))
 
     def place(self, params: Arrays, states: dict[str, Arrays] | None = None) -> tuple[Arrays, dict[str, Arrays]]:
-        """Return parameters and optimizer states on the devices; states start at zero if there are none."""
+        """Return parameters and optimizer states on the devices; without states, new ones start at zero."""
         where, _, of_state = self.shardings
         placed = {name: jax.device_put(one, where[name]) for name, one in params.items()}
         if states is None:
