@@ -1,4 +1,4 @@
-"""Time one training step of a decoder on a CPU: torch eager, torch.compile, the JAX engine, and a hand-written JAX step.
+"""Time one training step of a decoder on a CPU: torch eager, torch.compile, the JAX engine, and JAX by hand.
 
 The contenders take turns, and the table has medians. Each trains the same decoder with AdamW on the same tokens.
 

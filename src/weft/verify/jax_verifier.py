@@ -49,7 +49,7 @@ class _Model:
 
 
 def train_jax(plan: Plan, case: BuiltCase, see: See) -> ParityResult:
-    """Train `case` under a plan with the JAX engine. The last gradients and the weights are passed to `see`.
+    """Train `case` under a plan with the JAX engine. The callback gets the last gradients and the weights.
 
     Raises:
         WeftError: if the engine cannot use the plan, or cannot capture the model.
