@@ -49,6 +49,7 @@ CEILINGS: dict[str, float] = {
     "hf": 0.0,
     "inference": 0.0,
     "interop": 0.0,
+    "jax_engine": 0.0,
     "memory": 0.3,
     "models": 1.8,
     "monitor": 1.0,

@@ -99,6 +99,23 @@ CASES = [
     ("bf16-states-are-of-adamw", ["optimizer.states=bf16", "optimizer.name=muon"],
      "optimizer.states=bf16: only AdamW's moments can be stored in bf16 or fp8, and optimizer.name is muon. Use "
      "fp32, or optimizer.name=adamw."),
+    ("jax-needs-a-plan", ["launch.engine=jax", "plan=auto"],
+     "launch.engine=jax: the planner does not know its plans. Write the plan, such as plan='dp_shard=2 zero=2', or "
+     "launch.engine=torch."),
+    ("jax-trains-the-default-task", ["launch.engine=jax", "task=classify", "data.train=a.jsonl", "model.path=a"],
+     "launch.engine=jax: only the default task is built. Leave task.name out, or launch.engine=torch."),
+    ("jax-has-no-adapters", ["launch.engine=jax", "adapter.rank=4"],
+     "launch.engine=jax: adapters are not built. Use adapter.rank=0, or launch.engine=torch."),
+    ("jax-has-one-process", ["launch.engine=jax", "launch.restarts=2"],
+     "launch.engine=jax: one process trains and nothing restarts it. Use launch.restarts=0 and "
+     "checkpoint.peer_every=0, or launch.engine=torch."),
+    ("jax-has-two-optimizers", ["launch.engine=jax", "optimizer.name=muon"],
+     "launch.engine=jax: adamw and sgd with fp32 states are built. Use optimizer.name=adamw, or launch.engine=torch."),
+    ("jax-has-even-batches", ["launch.engine=jax", "data.batching=cost", "train.global_cost=100"],
+     "launch.engine=jax: steps have one shape. Leave data.batching out, or launch.engine=torch."),
+    ("jax-draws-no-noise", ["launch.engine=jax", "train.neftune_alpha=5"],
+     "launch.engine=jax: no random numbers are drawn in a step. Leave train.neftune_alpha out, or "
+     "launch.engine=torch."),
     ("patience-needs-evaluations", ["train.early_stop.patience=3", "eval.every=0"],
      "train.early_stop.patience=3: eval.every=0 evaluates only at the end. Use eval.every=50."),
     ("patience-needs-evaluation-data", ["train.early_stop.patience=3", "data.holdout=0"],

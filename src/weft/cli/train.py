@@ -20,7 +20,7 @@ from weft.cli.launch.launch import count_ranks, process_age_s, usable_cores, vis
 from weft.cli.launch.rank import RankInputs, train_rank
 from weft.cli.launch.spec import LaunchSpec
 from weft.config.plan import Plan
-from weft.errors import CommError, WeftError
+from weft.errors import CommError, LaunchError, WeftError
 from weft.monitor.terminal import busy
 from weft.units import parse_seconds
 
@@ -68,6 +68,9 @@ def train(
 
 def execute(spec: LaunchSpec) -> None:
     """Run training as the spec describes. Returns when training has succeeded."""
+    if spec.config.launch.engine == "jax":
+        _run_jax(spec)
+        return
     if spec.rank is not None:
         _run_rank(spec)
         return
@@ -89,6 +92,25 @@ def execute(spec: LaunchSpec) -> None:
     config = config.model_copy(update={"plan": plan, "launch": launch})
     if code := Replicas(config, gpus, cores, spec.command, print_line).run():
         raise typer.Exit(code)
+
+
+def _run_jax(spec: LaunchSpec) -> None:
+    """Train in this process, which drives all devices of the plan."""
+    if spec.rank is not None:
+        raise LaunchError(
+            f"launch.engine=jax: one process drives all devices, and {spec.rank.starter} started ranks. Start it with "
+            "weft train alone."
+        )
+    from weft.jax_engine.rules import check
+    from weft.train.folder import run_folder, run_lock
+    from weft.train.rank_run import JAX, Start, run_rank
+
+    config, began = spec.config, time.monotonic() - process_age_s()
+    num_ranks = count_ranks(config, 0, usable_cores())
+    check(Plan.parse(config.plan, num_ranks))
+    with run_lock(run_folder(config).path, config.run.mode):
+        folder = spec.preparation(config, num_ranks, num_ranks).prepare_locally()
+        run_rank(folder, None, None, Start(locked=True, began=began, command=tuple(spec.command), engine=JAX))
 
 
 def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:

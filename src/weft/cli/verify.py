@@ -49,6 +49,7 @@ def verify(
         str,
         typer.Option("--layout", help=("pattern=style entries or a file of them; by default derived from the model.")),
     ] = "",
+    engine: Annotated[str, typer.Option("--engine", help="torch, or jax: one program on virtual devices.")] = "torch",
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -59,6 +60,10 @@ def verify(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
+    if engine not in ("torch", "jax"):
+        raise ConfigError(f"engine={engine}: not one of torch, jax. Use torch.")
+    if engine == "jax" and all_ranks is not None:
+        raise ConfigError("engine=jax: --all tries plans of the torch engine. Give one plan with --plan.")
     if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
         fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
         raise ConfigError(f"all={all_ranks}: the rules can list the legal plans of 1 to 64 ranks. {fix}.")
@@ -88,7 +93,7 @@ def verify(
     text = plan if plan is not None else subject.plan
     if not text:
         raise PlanError("plan=: give --plan, or --all with a number of ranks.")
-    raise typer.Exit(_verify_one(subject, Plan.parse(text), as_json))
+    raise typer.Exit(_verify_one(subject, Plan.parse(text), engine, as_json))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +113,16 @@ def read_part(text: str | None) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
+def _verify_one(subject: Subject, plan: Plan, engine: str, as_json: bool) -> int:
     from weft.verify.verifier import Verifier, check_subject
 
     check_subject(subject, plan)
-    with Verifier(subject, plan.world_size) as verifier:
+    if engine == "jax":
+        from weft.jax_engine.rules import check
+
+        check(plan)  # before the reference is computed
+        from weft.verify.jax_verifier import JaxVerifier
+    with JaxVerifier(subject) if engine == "jax" else Verifier(subject, plan.world_size) as verifier:
         verdict = verifier.verify(plan)
     if verdict.refused:
         raise PlanError(verdict.refused)

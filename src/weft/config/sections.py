@@ -262,6 +262,10 @@ class GrpoSection(Section):
 
 
 class LaunchSection(Section):
+    engine: Literal["torch", "jax"] = "torch"
+    """What computes the steps. torch: PyTorch, with one process for each rank. jax: one process compiles the step for
+    all devices with JAX; it needs the extra `jax`, and trains the default task. A run may change engines when it
+    resumes."""
     ranks: Literal["all"] | Width = "all"
     """Number of ranks to start on this machine; a '*' in the plan is set to fit it. all: one per GPU, or up to two on a
     CPU."""

@@ -112,6 +112,7 @@ def _digest(files: dict[str, Any]) -> str:
 
 #: The default engine, as text: engines belong to a higher layer, and importing them imports torch.
 TORCH = "weft.train.torch_engine:TorchEngine"
+JAX = "weft.train.jax_run:JaxEngine"
 
 
 @dataclass(frozen=True, slots=True)

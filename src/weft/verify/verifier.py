@@ -17,7 +17,7 @@ import json
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from weft.errors import CommError, ModelError, WeftError
 from weft.private_torch import graph_task, tree_leaves
 from weft.train.microbatches import Microbatches
 from weft.train.step.batch_check import Probed, causes_of
-from weft.verify.parity import ParityResult, Watch, train_case, train_plain
+from weft.verify.parity import ParityResult, See, Watch, train_case, train_plain
 from weft.verify.private_torch import run_backward
 from weft.verify.rank_pool import RankError, RankPool
 from weft.verify.subject import BuiltCase, Subject
@@ -286,7 +286,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reference:
+class Reference:
     """Reference results, in reference.safetensors in `folder` ("gradient/name", "weight/name", "start/name")."""
 
     folder: str
@@ -310,7 +310,7 @@ class Verifier:
             case = subject.build()
             self.notes = list(case.notes)
             self.reference_s = time.perf_counter()
-            self._reference = _make_reference(subject, case, Path(self._folder), self.notes)
+            self._reference = make_reference(subject, case, Path(self._folder), self.notes)
             self.reference_s = time.perf_counter() - self.reference_s
             del case
             self._pool = pool or self._exits.enter_context(RankPool(num_ranks, timeout_s=LONGEST_S))
@@ -338,24 +338,12 @@ class Verifier:
         except RankError as error:
             verdict.refused, verdict.error = error.refusal, "" if error.refusal else error.said or str(error)
         else:
-            self._judge(verdict, answers)
+            judge(verdict, answers)
             if not verdict.passed and explain:
                 verdict.parts = self._explain(text)
                 verdict.causes = self._causes(plan)
         verdict.seconds = time.perf_counter() - start
         return verdict
-
-    def _judge(self, verdict: Verdict, answers: list[_Answer]) -> None:
-        verdict.loss, verdict.grad_norm = answers[0].losses, answers[0].grad_norms
-        every = [difference for answer in answers for difference in answer.differences]
-        for difference in every:
-            if difference.what in ("gradient", "weight"):
-                known = verdict.parameters.get(difference.name, 0.0)
-                verdict.parameters[difference.name] = _larger(known, difference.relative)
-        verdict.max_rel_diff = 0.0
-        for difference in every:
-            verdict.max_rel_diff = _larger(verdict.max_rel_diff, difference.relative)
-        verdict.passed = all(difference.is_equal for difference in every)
 
     def _explain(self, text: str) -> str:
         """Return a description of the first module or gradient that differs from one process in the first step."""
@@ -364,7 +352,7 @@ class Verifier:
         folder = Path(self._folder) / "first"
         folder.mkdir(exist_ok=True)
         with watching(case.model(), recorder):
-            reference = _make_reference(one, case, folder)
+            reference = make_reference(one, case, folder)
         names = ["\n".join(map(str, key)) for key in recorder.outputs]
         outputs = {str(index): tensor.contiguous() for index, tensor in enumerate(recorder.outputs.values())}
         save_file(outputs, folder / "outputs.safetensors", {"names": json.dumps(names)})
@@ -394,14 +382,14 @@ class Verifier:
             case.model().train(), case.forward, case.loss, limit=limit, parts=plan.dp_size * forwards, forwards=forwards
         )
         try:
-            with _throughout(self.subject):
+            with throughout(self.subject):
                 return causes_of(probed, case.batch(0))
         except ModelError as error:
             return [str(error)]
 
 
 @dataclass(slots=True)
-class _Answer:
+class Answer:
     """Results of one rank."""
 
     losses: list[float]
@@ -409,6 +397,20 @@ class _Answer:
     differences: list[Difference]
     parted: tuple[int, str, float] | None = None
     num_compared: int = 0
+
+
+def judge(verdict: Verdict, answers: list[Answer]) -> None:
+    """Fill in a verdict from the answers of all ranks."""
+    verdict.loss, verdict.grad_norm = answers[0].losses, answers[0].grad_norms
+    every = [difference for answer in answers for difference in answer.differences]
+    for difference in every:
+        if difference.what in ("gradient", "weight"):
+            known = verdict.parameters.get(difference.name, 0.0)
+            verdict.parameters[difference.name] = _larger(known, difference.relative)
+    verdict.max_rel_diff = 0.0
+    for difference in every:
+        verdict.max_rel_diff = _larger(verdict.max_rel_diff, difference.relative)
+    verdict.passed = all(difference.is_equal for difference in every)
 
 
 def check_subject(subject: Subject, plan: Plan) -> None:
@@ -421,15 +423,15 @@ def _larger(one: float, other: float) -> float:
     return other if other != other or other > one else one
 
 
-def _throughout(subject: Subject) -> AbstractContextManager[Any]:
+def throughout(subject: Subject) -> AbstractContextManager[Any]:
     foreign = subject.kind != "decoder" and subject.settings.dtype == "float64"
     return Float64Throughout() if foreign else nullcontext()
 
 
-def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list[str] | None = None) -> _Reference:
+def make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list[str] | None = None) -> Reference:
     """Train the reference and save it. notes: receives observations about the reference."""
     start = {f"start/{name}": tensor.detach().clone() for name, tensor in _state(case.model())}
-    with _throughout(subject):
+    with throughout(subject):
         half = subject.settings.dtype in ("bfloat16", "float16")
         one = f"precision={PRECISIONS[subject.settings.dtype]}"
         result = train_case(one, case) if half else _plainly(subject, case)
@@ -443,7 +445,7 @@ def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list
     save_file(tensors, folder / "reference.safetensors")
     gradients, weights = result.least_scales()
     least = {"gradient": gradients, "weight": weights}
-    return _Reference(str(folder), tuple(result.losses), tuple(result.grad_norms), least)
+    return Reference(str(folder), tuple(result.losses), tuple(result.grad_norms), least)
 
 
 def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
@@ -463,11 +465,16 @@ def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Watch | None = None) -> _Answer:
+def _compare_on_rank(subject: Subject, plan: str, reference: Reference, watch: Watch | None = None) -> Answer:
     """Train and compare on each rank. Raises WeftError if the plan cannot be applied to the model."""
+    return compare(subject, reference, lambda case, see: train_case(plan, case, see, watch))
+
+
+def compare(subject: Subject, reference: Reference, train: Callable[[BuiltCase, See], ParityResult]) -> Answer:
+    """Train the subject with `train`, which passes gradients and weights to its second argument, and compare."""
     tolerance = TOLERANCES[subject.settings.dtype]
     found: list[Difference] = []
-    with safe_open(Path(reference.folder) / "reference.safetensors", "pt") as file, _throughout(subject):
+    with safe_open(Path(reference.folder) / "reference.safetensors", "pt") as file, throughout(subject):
         missing = {key for key in file.keys() if not key.startswith("start/")}  # noqa: SIM118
 
         def see(what: str, name: str, tensor: torch.Tensor) -> None:
@@ -482,14 +489,14 @@ def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: 
                 tensor.copy_(file.get_tensor(f"start/{name}"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = train_case(plan, case, see, watch)
+            result = train(case, see)
     for what, _, name in (key.partition("/") for key in sorted(missing)):
         found.append(Difference(what, name, float("inf"), tolerance.tensor))
     found += number_differences(result, reference.losses, reference.grad_norms, tolerance)
-    return _Answer(result.losses, result.grad_norms, found)
+    return Answer(result.losses, result.grad_norms, found)
 
 
-def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answer:
+def _trace_on_rank(subject: Subject, plan: str, reference: Reference) -> Answer:
     with safe_open(Path(reference.folder) / "outputs.safetensors", "pt") as file:
         names = [name.split("\n") for name in json.loads(file.metadata()["names"])]
         outputs = {

@@ -1,0 +1,93 @@
+"""Refusals of the capture: all operators without a JAX form at once, with their lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax")
+
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+from weft.jax_engine.capture import capture
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.linalg.svdvals(self.layer(x))
+        return torch.special.bessel_j0(y) + torch.dropout(y, 0.5, True)
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y[y.sum(1) > 0]
+
+
+class Branches(Chooses):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else x
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class OwnBackward(Chooses):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Doubled.apply(self.layer(x))
+
+
+def refusal(model: nn.Module) -> str:
+    def loss(model: nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch["x"]).sum(), torch.tensor(3)
+
+    with pytest.raises(ModelError) as error:
+        capture(model, loss, {"x": torch.rand(3, 4)}, "mine")
+    return str(error.value)
+
+
+def test_all_operators_at_once() -> None:
+    text = refusal(Odd())
+    assert text.startswith("model=mine: ")
+    assert "operators have no JAX form" in text
+    for name in ("_linalg_svd", "special_bessel_j0", "native_dropout"):
+        assert f"{name} (the model, jax_engine/test_capture.py:" in text
+    assert text.endswith("Use launch.engine=torch, or write these lines with other operators.")
+
+
+def test_data_dependent_shapes() -> None:
+    assert "with a data-dependent shape (the model, jax_engine/test_capture.py:" in refusal(Chooses())
+
+
+def test_branches_on_values() -> None:
+    text = refusal(Branches())
+    assert text.startswith("model=mine: torch.export cannot capture it at jax_engine/test_capture.py:")
+    assert "return self.layer(x) if x.sum() > 0 else x" in text
+
+
+def test_own_backward() -> None:
+    assert "_Doubled (an autograd function with its own backward)" in refusal(OwnBackward())
+
+
+def test_weft_does_not_import_jax() -> None:
+    code = "import sys, weft, weft.train, weft.verify, weft.train.rank_run; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
