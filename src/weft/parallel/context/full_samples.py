@@ -47,7 +47,7 @@ _LEAST_SHARE = 0.25
 #: Limits of the search, which traces a forward for each attempt: kinds of mixers in a block, and attempts for a model.
 _MOST_MIXERS, _MOST_ATTEMPTS = 3, 8
 #: Smallest share of the parameters of all block lists in a list that is worth an attempt.
-_LEAST_LIST = 0.05
+_LEAST_LIST = 0.01
 _TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
 
 
