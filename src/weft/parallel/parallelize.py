@@ -289,8 +289,7 @@ def parallelize(
     if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(message, WeftWarning, stacklevel=3)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
-    if placements is None and mesh.plan.cp > 1:
-        run.full_samples = choose_full_samples(model, replica, example)
+    run.full_samples = choose_full_samples(model, replica, example) if placements is None else None
     _apply(PREPARE, run)
     if placements is None:
         shard(run)

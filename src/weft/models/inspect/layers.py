@@ -156,6 +156,8 @@ def own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 # Attention heads of any module, read from common attribute names.
 
+#: Batch norms, whose statistics cover all tokens.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 #: Attribute names for the number of heads.
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")

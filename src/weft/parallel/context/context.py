@@ -179,7 +179,8 @@ def shard_sequence(model: nn.Module, batch: Any) -> Any:
     It has this rank's tokens of each tensor whose dim 1 is the sequence. Returns the batch unchanged if the model's
     sequences are not sharded. Labels must already be shifted.
 
-    Raises ModelError if every cp rank gets full samples, because the loop would count each loss cp times.
+    Raises:
+        ModelError: if every cp rank gets full samples, because the loop would count each loss cp times.
     """
     if takes_full_samples(model):
         raise ModelError(

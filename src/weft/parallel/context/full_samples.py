@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from weft.comm.autograd import gather_from
 from weft.comm.mesh import Axis, Mesh
@@ -33,7 +32,7 @@ from weft.errors import LayoutError, ModelError
 from weft.models.inspect import hugging_face, token_flow
 from weft.models.inspect.blocks import join_path
 from weft.models.inspect.dry_run import call_traced, example_of
-from weft.models.inspect.layers import parent_of
+from weft.models.inspect.layers import BATCH_NORMS, parent_of
 from weft.parallel.context.apply import Context
 from weft.parallel.context.attention import why_attention_fails
 from weft.parallel.context.full_mixers import OF_ENCODER, chains_of, check_mixers
@@ -48,7 +47,7 @@ _LEAST_SHARE = 0.25
 #: Limits of the search, which traces a forward for each attempt: kinds of mixers in a block, and attempts for a model.
 _MOST_MIXERS, _MOST_ATTEMPTS = 3, 8
 #: Smallest share of the parameters of all block lists in a list that is worth an attempt.
-_LEAST_LIST = 0.05
+_LEAST_LIST = 0.01
 _TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
 
 
@@ -354,7 +353,7 @@ def _check_contents(model: nn.Module, blocks: Sequence[str], mixers: Sequence[st
     for path, module in named_modules(model):
         if not _is_in(path, blocks) or _is_in(path, mixers):
             continue
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BATCH_NORMS):
             raise ModelError(
                 f"cp={axis.size}: {path} ({type(module).__name__}) computes statistics over all tokens, and tokens "
                 "are sharded there. Use cp=1 for this model."

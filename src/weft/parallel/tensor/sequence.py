@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from weft.comm.autograd import copy_to, gather_from, gather_slice, slice_to
 from weft.comm.mesh import Axis
@@ -204,7 +203,7 @@ def _refuse_batch_norms(blocks: Mapping[str, nn.Module]) -> None:
     """Raise LayoutError if blocks have batch norms: their statistics are those of all tokens."""
     for path, block in blocks.items():
         for name, module in block.named_modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, layers.BATCH_NORMS):
                 raise LayoutError(
                     f"sp=on: {path}.{name} ({type(module).__name__}) computes statistics over all tokens, and tokens "
                     "are sharded in its block. Use sp=off."
