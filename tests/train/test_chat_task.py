@@ -384,6 +384,21 @@ def test_other_models_are_refused(root: Path, tmp_path: Path) -> None:
         prepare_run(made, 1)
 
 
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("Idefics2Processor", "the tokens of an image depend on the text around it"),
+        ("MllamaProcessor", "the mask of these layers belongs to a full conversation"),
+        ("VoxtralProcessor", "only mistral-common renders its conversations"),
+    ],
+)
+def test_processors_with_text_code_are_refused_by_name(name: str, why: str, tmp_path: Path) -> None:
+    folder = save_folder(tmp_path, "llava", weights=False)
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": name}))
+    with pytest.raises(DataError, match=rf"task=chat cannot use its {name}, because .*{why}.*\. Use the folder"):
+        folder_processor.FolderProcessor(folder)
+
+
 def test_packing_is_refused_where_it_is_unknown(root: Path) -> None:
     for packing, family, text in (
         ("concat", "qwen3_vl", r"images cannot be cut\. Use data\.packing=pad, or fit"),

@@ -357,8 +357,8 @@ def _check_combination(adapter: AdapterKind, base: str, stacks: Mapping[str, boo
     check_kind(adapter)
     if stacks and adapter.dropout:
         raise ModelError(
-            f"dropout={adapter.dropout}: the adapter of {next(iter(stacks))} is added to the weights, and dropout needs "
-            "its inputs. Use dropout=0, or leave the experts out of the targets."
+            f"dropout={adapter.dropout}: the adapter of {next(iter(stacks))} is added to the weights, and dropout "
+            "needs its inputs. Use dropout=0, or leave the experts out of the targets."
         )
     if base != "stored" and adapter.kind == "dora":
         raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")

@@ -4,9 +4,9 @@ Each expert has its own A and B. A parameter `gate_up_proj` gets `gate_up_proj_l
 `gate_up_proj_lora_B`, (E, outputs, R), and under dora `gate_up_proj_lora_magnitude`, (E, outputs), in the same module.
 They are stacked by expert like the weights, so the code that distributes experts over ranks distributes them too.
 
-Experts whose matmuls Weft computes (its own, and transformers' gated ones) add the adapter's products to the products
-of the frozen weights. In other forwards, an access to the parameter returns the adapted weight, such as W + s B A. So the
-module's own code needs no change (as for peft's `target_parameters`).
+Experts whose matmuls Weft computes (Weft's and transformers' gated ones) add the adapter's products to the products of
+the frozen weights. In other forwards, an access to the parameter returns the adapted weight, such as W + s B A. So the
+module's code needs no change (as for peft's `target_parameters`).
 
 Frozen stacks may be quantized, in blocks along their last dim: see `quantized_linear`. They are dequantized one expert
 at a time, or when other code accesses them, and again in backward.

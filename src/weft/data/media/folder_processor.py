@@ -26,6 +26,14 @@ _FILES = ("processor_config.json", "preprocessor_config.json")
 _TEXT = ("input_ids", "attention_mask", "labels", "text_replacement_offsets")
 #: Attributes of a processor: the placeholder, and the part for images (False) or audio clips (True).
 _PARTS = {False: ("image_token", "image_processor"), True: ("audio_token", "feature_extractor")}
+#: Processors that cannot be accepted, with the reason.
+_REFUSED = {
+    "Idefics2Processor": "it joins the marks of neighboring images and adds spaces to the text after them, so the "
+    "tokens of an image depend on the text around it",
+    "MllamaProcessor": "its model attends from each token to the images before it in layers of their own, and the mask "
+    "of these layers belongs to a full conversation, not to an image",
+    "VoxtralProcessor": "only mistral-common renders its conversations",
+}
 #: Sizes of images (width, height) and audio clips (samples) with which processors are tested.
 _TESTED: dict[bool, list[tuple[int, ...]]] = {
     False: [(32, 32), (40, 96), (700, 400)],
@@ -351,6 +359,11 @@ def _loaded(folder: str, digest: str) -> Any:
     kind: Any = getattr(transformers, name, None)
     if lacks := " ".join(getattr(kind, "_backends", ())):  # of a class that stands in for one with missing packages
         raise DataError(f"model.path={folder}: its {name} needs {lacks}. Install it: pip install {lacks}.")
+    if name in _REFUSED:
+        raise DataError(
+            f"model.path={folder}: task=chat cannot use its {name}, because {_REFUSED[name]}. Use the folder of "
+            "another family; leave task.name out to train on texts."
+        )
     if kind is None or not hasattr(kind, "get_text_with_replacements"):
         raise DataError(f"model.path={folder}: its {name} needs a newer transformers. Install transformers>=5.24.")
 
