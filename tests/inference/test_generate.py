@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_command_writes_one_line_per_text(folder, tmp_path, capsys):
     assert found == run(folder, lines, tmp_path, "--max-tokens", "5", "--samples", "2", "--rows", "1")
 
 
+def test_refused_lines_of_a_result_can_be_tried_again(folder, tmp_path):
+    first = run(folder, [{"prompt": ""}, {"prompt": "warp"}], tmp_path, "--max-tokens", "3")
+    assert "error" in first[0]
+    again = run(folder, [{**first[0], "prompt": "weft"}, first[1]], tmp_path, "--max-tokens", "3")
+    assert all("error" not in one and one["tokens"] == 3 for one in again)
+
+
+def test_a_model_without_a_longest_text_needs_a_limit(folders, tmp_path, capsys):
+    shutil.copytree(folders["mamba"], tmp_path / "mamba")
+    config = json.loads((tmp_path / "mamba" / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (tmp_path / "mamba" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
+    words = ["--prompts", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "o.jsonl"), "--device", "cpu"]
+    assert main.run(["generate", str(tmp_path / "mamba"), *words, "--max-tokens", "1000000000"]) == 2
+    assert "this model reads texts of any length, so nothing else may end one" in capsys.readouterr().err
+
+
 def test_command_stops_at_a_text(folder, tmp_path):
     free = run(folder, [{"prompt": "warp"}], tmp_path, "--max-tokens", "20", "--temperature", "0")[0]["text"]
     end = free[3:5]
@@ -166,6 +185,8 @@ def test_an_unfinished_result_is_continued(folder, tmp_path, monkeypatch, capsys
         ('{"prompt": 3}', "in.jsonl:1: prompt is int, not text"),
         ('{"prompt_ids": [true]}', "in.jsonl:1: prompt_ids is not a list of whole numbers"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "End with a question"),
+        ('{"prompt": "\\ud800"}', "in.jsonl:1: it has half of a surrogate pair"),
+        ('{"prompt": "a", "note": ["\\udfff"]}', "in.jsonl:1: it has half of a surrogate pair"),
         ("", "it has no lines"),
     ],
 )
@@ -190,6 +211,7 @@ def test_bad_files_are_refused(text, said, folder, tmp_path, capsys):
         (["--prompts", "in.jsonl", "--out", "o", "--top-p", "2"], "top_p=2.0: it must be"),
         (["--prompts", "in.jsonl", "--out", "o", "--plan", "cp=2"], "cp=2: inference does not"),
         (["--prompts", "in.jsonl", "--out", "o", "--dtype", "int8"], "int8"),
+        (["--prompts", "in.jsonl", "--out", "o", "--stop", ""], "an empty text would end each result"),
         (["--memory", "1GiB"], "--memory: it belongs to a file of prompts"),
         (["--prompts", "in.jsonl", "--out", "o", "--memory", "1GiB", "--plan", "tp=2"], "each rank streams"),
         (["--prompts", "in.jsonl", "--out", "o", "--memory", "much"], "much"),

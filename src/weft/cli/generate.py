@@ -74,6 +74,8 @@ def generate(
     options.expect_prompts(prompts)
     if prompts is not None and (prompt is not None or messages or chat):
         raise ConfigError(f"--prompts={prompts}: the file has the prompts. Leave out --prompt, --messages and --chat.")
+    if "" in (stop or ()):
+        raise ConfigError('--stop="": an empty text would end each result at its first token. Leave it out.')
     if raw and (system or messages or chat):
         raise ConfigError("--raw: it leaves out the chat template, which --system, --messages and --chat need.")
     if messages is not None and (chat or prompt is not None):

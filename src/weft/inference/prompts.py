@@ -101,7 +101,7 @@ def result_line(prompt: Prompt, sample: int, done: Completion, text: str) -> dic
     if done.error:
         return {**line, "error": done.error}
     return {
-        **line, "text": text, "reason": done.reason, "tokens": len(done.ids), "log_prob": round(sum(done.log_probs), 6)
+        **line, "text": text, "reason": done.reason, "tokens": len(done.ids), "log_prob": round(sum(done.log_probs), 4)
     }  # fmt: skip
 
 
