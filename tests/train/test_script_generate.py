@@ -19,7 +19,7 @@ from weft.config.plan import Plan
 from weft.errors import ConfigError, ModelError
 from weft.generation.batch import generate_batch
 from weft.generation.requests import Completion, Request, Sampling
-from weft.train.script.generating import limits_of
+from weft.train.generating import limits_of
 from weft.verify.parity import DecoderCase, local_microbatches
 from weft.verify.verifier import Float64Throughout
 
@@ -47,7 +47,7 @@ def train(plan_text: str, name: str, every: int, fits: bool = True) -> tuple[dic
         step(local_microbatches(case.batch(index), plan, run.mesh.data.rank))
         if every and index % every == 0:
             was = {module.training for module in model.modules()}
-            free = nullcontext() if fits else mock.patch("weft.train.script.generating.can_copy", return_value=False)
+            free = nullcontext() if fits else mock.patch("weft.train.generating.can_copy", return_value=False)
             with Float64Throughout(), free:
                 texts.append(run.generate(model, PROMPTS, **SETTINGS))
             assert {module.training for module in model.modules()} == was

@@ -194,6 +194,15 @@ def balanced_routers(model: nn.Module) -> Iterator[Router | ForeignRouter]:
     return (module for module in model.modules() if isinstance(module, Router | ForeignRouter))
 
 
+def refuse_balance(model: nn.Module, cp: int) -> None:
+    """Raise ModelError if routers balance their experts: under `cp` with full samples, each rank counts all tokens."""
+    if any(True for _ in balanced_routers(model)):
+        raise ModelError(
+            f"cp={cp}: routers that balance their experts count tokens of all ranks, and every rank of cp gets full "
+            "samples of this model. Use cp=1, or no balancing."
+        )
+
+
 class ExpertBalance:
     """Balance of a model's experts in a training step. Does nothing for a model without routers."""
 

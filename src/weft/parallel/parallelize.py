@@ -26,7 +26,7 @@ from weft.parallel.context.context import apply_context, check_sequences, contex
 from weft.parallel.context.full_samples import FullSamplesPlan, choose_full_samples
 from weft.parallel.dropout.by_position import drop_by_position
 from weft.parallel.dropout.embedding_noise import add_embedding_noise
-from weft.parallel.expert import distribute_experts, divide_sequences, expect_experts
+from weft.parallel.expert import distribute_experts, divide_sequences, expect_experts, refuse_balance
 from weft.parallel.layers.distributed_encoders import EncoderChoice, choose_encoders, distribute_encoders
 from weft.parallel.layers.documents import attend_in_documents, separate_by_position_ids
 from weft.parallel.layers.encoder_items import attend_by_borders
@@ -290,6 +290,8 @@ def parallelize(
         warnings.warn(message, WeftWarning, stacklevel=3)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
     run.full_samples = choose_full_samples(model, replica, example) if placements is None else None
+    if run.full_samples is not None:
+        refuse_balance(model, run.plan.cp)
     _apply(PREPARE, run)
     if placements is None:
         shard(run)

@@ -20,7 +20,7 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
 from weft.rl.prompts import PromptRecord, decoded
 from weft.train.engine import derive_seed
-from weft.train.script.generating import complete
+from weft.train.generating import complete
 from weft.train.script.script_export import export_pretrained
 from weft.train.tasks.description import Forwards
 from weft.units import parse_seconds

@@ -32,7 +32,6 @@ from weft.parallel.context.full_mixers import (
 )
 from weft.parallel.context.full_samples import FullSamples, FullSamplesPlan, apply_full_samples, sharded_paths
 from weft.parallel.context.state_layers import can_keep_tokens
-from weft.parallel.expert import balanced_routers
 from weft.parallel.state.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
@@ -131,11 +130,6 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
 
 
 def _take_full_samples(model: nn.Module, mesh: Mesh, chosen: FullSamplesPlan) -> FullSamples:
-    if next(balanced_routers(model), None) is not None:
-        raise ModelError(
-            f"cp={mesh['cp'].size}: routers that balance their experts count tokens of all ranks, and every rank of cp "
-            "gets full samples of this model. Use cp=1, or no balancing."
-        )
     if mesh.rank == 0:
         kept = "".join(f" Every rank computes {path or 'the model'} for all tokens." for path, _ in chosen.undivided)
         warnings.warn(

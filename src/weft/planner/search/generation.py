@@ -289,7 +289,7 @@ def _broken_rule(question: GenerationQuestion, plan: Plan) -> tuple[str, str] | 
 
 
 def _with_step(question: GenerationQuestion, one: Candidate) -> GenerationCandidate | Refused:
-    """Return a training plan with generation on its ranks, as `complete` of weft/train/script/generating.py does it."""
+    """Return a training plan with generation on its ranks, as `complete` of weft/train/generating.py does it."""
     plan, shape = one.plan, question.asked.job.shape
     limited = replace(question, texts=replace(question.texts, most_rows=_GRPO_ROWS))
     room = one.usable_bytes - sum(one.memory[name] for name in (*_STATES, "context"))

@@ -20,8 +20,8 @@ from weft.parallel.local_sgd import anchored
 from weft.parallel.state.flat_slices import FlatSlice, Original, StateSource, flat_of, originals_of
 from weft.parallel.state.gradients import data_parallel, originals
 from weft.private_torch import foreach_lerp_
-from weft.train.model_state import capture_model
 from weft.train.state_io import on_first
+from weft.train.whole_copy import full_tensors
 
 
 class Ema:
@@ -156,21 +156,6 @@ def moving_average(plan: Plan, model: nn.Module, decay: float) -> Ema:
 
 
 # Export of parallelized models, and of full tensors if the model is sharded.
-
-
-def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
-    """Return the full tensors by names of the plain model: on rank 0, or `everywhere`. Other ranks get {}.
-
-    All ranks call it.
-    """
-    keeps = everywhere or mesh.rank == 0
-    with anchored(model):
-        found = capture_model(model, keep=keeps)
-        # Copy each tensor, because it may be live or a view of a larger tensor.
-        own = {name: tensor.clone() for name, tensor in found.items()}
-    if not keeps:
-        return {}
-    return {name: own[one.first] for name, one in originals(model).items()}
 
 
 def export_pretrained(

@@ -30,8 +30,8 @@ from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face
 from weft.models.registry import build_decoder
 from weft.train.folder import RunFolder
+from weft.train.generating import complete
 from weft.train.model_state import restore_model
-from weft.train.script.generating import complete
 from weft.train.tasks.description import Forwards
 from weft.train.weights.decoder_files import base_of, data_of, decoder_of, tokenizer_of
 from weft.train.weights.published_weights import ADDED_ROWS, load_pretrained

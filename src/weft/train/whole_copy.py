@@ -16,8 +16,10 @@ from weft.models.adapters import adapted, merged_tensors
 from weft.models.decoder import Decoder, as_shapes
 from weft.models.inspect import hugging_face
 from weft.models.registry import build_decoder
+from weft.parallel.local_sgd import anchored
+from weft.parallel.state.gradients import originals
 from weft.parallel.state.precision import Precision
-from weft.train.script.script_export import full_tensors
+from weft.train.model_state import capture_model
 from weft.units import format_bytes
 
 #: Part of the free memory that the copies may take. The rest is for keys and values.
@@ -95,3 +97,18 @@ def _shortest(plain: nn.Module, mesh: Mesh) -> int | None:
         free, sharing = psutil.virtual_memory().available, mesh.world_size
     least = int(all_reduce(torch.tensor([free // sharing], device=mesh.device), mesh.world, "min")[0])
     return least if _bytes(plain, mesh) > least * _SHARE else None
+
+
+def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
+    """Return the full tensors by names of the plain model: on rank 0, or `everywhere`. Other ranks get {}.
+
+    All ranks call it.
+    """
+    keeps = everywhere or mesh.rank == 0
+    with anchored(model):
+        found = capture_model(model, keep=keeps)
+        # Copy each tensor, because it may be live or a view of a larger tensor.
+        own = {name: tensor.clone() for name, tensor in found.items()}
+    if not keeps:
+        return {}
+    return {name: own[one.first] for name, one in originals(model).items()}
