@@ -149,6 +149,11 @@ def test_run_without_meter_is_unmeasured_not_zero():
     assert summary.as_json()["kwh"] is None
 
 
+def test_counter_that_does_not_advance_is_unmeasured_not_zero():
+    _, ledger = joules_of([start(0.0), first_reading(0.0), step(1.0, 1), reading(1.0, 0.0)])
+    assert ledger.energy_summary().lines("tokens") == ["energy  unmeasured: the counters have not advanced"]
+
+
 def test_damaged_events_are_ignored():
     events = [start(0.0), first_reading(0.0, devices="x"), reading(1.0, "nan"), reading(1.0, None), step(1.0, 1)]
     events += [reading(1.0, 5.0), reading(1.0, 2.0), {"event": "energy", "time": 2.0, "devices": [3, {}]}]

@@ -280,6 +280,7 @@ class EnergySummary:
         unmeasured_s = sum(ledger.unmeasured_s.values())
         total = sum(joules.values())
         if not ledger.is_measured or total <= 0:
+            notes += ("the counters have not advanced",) if ledger.is_measured and total <= 0 else ()
             return cls(None, "unmeasured", {}, unmeasured_s=unmeasured_s, notes=notes)
         pue = number(settings.get("pue", 1.0))
         pue = pue if 1 <= pue <= 10 else 1.0

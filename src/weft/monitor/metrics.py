@@ -368,7 +368,7 @@ class ReportJoiner:
                 self._energy[rank] = (values["host.energy_joules"], values.get("host.energy_estimated_j", 0.0))
         if not self._num_missing:
             return {}
-        found = {"energy_others": [len(self._energy), int(sum(self._num_missing.values()))]}
+        found: dict[str, object] = {"energy_others": [len(self._energy), int(sum(self._num_missing.values()))]}
         if not self._energy:
             return found
         total, estimated = (sum(parts) for parts in zip(*self._energy.values(), strict=True))
