@@ -113,7 +113,7 @@ def test_other_machines_are_added_from_their_own_readings():
         reading(1.0, 100.0),
         {"event": "eval", "time": 2.0, "step": 1, "loss": 1.0},
         reading(2.0, 110.0),
-        {"event": "figures", "time": 2.1, "energy_others_j": 60.0, "estimated_others_j": 60.0},
+        {"event": "figures", "time": 2.1, "energy_others": [1, 2], "energy_others_j": 60.0, "estimated_others_j": 60.0},
         step(3.0, 2),
         reading(3.0, 210.0),
         {"event": "figures", "time": 3.1, "energy_others_j": 110.0, "estimated_others_j": 110.0},
@@ -121,6 +121,13 @@ def test_other_machines_are_added_from_their_own_readings():
     found, ledger = joules_of(events)
     assert found == {"productive": 200.0 + 30.0 + 50.0, "evaluation": 10.0 + 30.0}
     assert ledger.energy_summary().label == "34% estimated"
+    assert ledger.energy_summary().notes == ("other machines: 2 devices unmeasured (weft energy meters, on each)",)
+
+
+def test_other_machines_without_a_reading_are_named():
+    events = [start(0.0), first_reading(0.0, num_hosts=3), step(1.0, 1), reading(1.0, 5.0)]
+    notes = joules_of(events)[1].energy_summary().notes
+    assert notes == ("2 other machines: no reading (they report every monitor.every)",)
 
 
 def test_meter_that_starts_later_counts_only_its_steps():
@@ -140,6 +147,11 @@ def test_run_without_meter_is_unmeasured_not_zero():
     assert (summary.kwh, summary.label) == (None, "unmeasured")
     assert summary.lines("tokens") == ["energy  unmeasured: packages: no counter"]
     assert summary.as_json()["kwh"] is None
+
+
+def test_counter_that_does_not_advance_is_unmeasured_not_zero():
+    _, ledger = joules_of([start(0.0), first_reading(0.0), step(1.0, 1), reading(1.0, 0.0)])
+    assert ledger.energy_summary().lines("tokens") == ["energy  unmeasured: the counters have not advanced"]
 
 
 def test_damaged_events_are_ignored():

@@ -23,7 +23,7 @@ from tests.energy.fakes import FakeGpu, FakeNvml, rapl
 from weft import env
 from weft.config.files import format_config
 from weft.config.run_config import RunConfig
-from weft.energy.guard import Guarded, restore_earlier, state_file
+from weft.energy.guard import Guarded, boot_id, restore_earlier, state_file
 from weft.energy.limits import CpuFrequency, NoRights, PowerLimit, restore
 from weft.energy.search import LimitSearch, Try
 from weft.energy.tuner import choice
@@ -147,6 +147,23 @@ def test_limits_left_by_a_killed_guard_are_restored_by_the_next_command(home):
     assert [file.read_text() for file in files] == [f"{MOST}\n"] * 2
     assert not restore_earlier(home / "sys")
     assert limit.values[-1] == MOST // 1000
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "shell", "first": {"/x": 1}}', "[" * 10_000])
+def test_damaged_state_file_is_refused_and_kept(home, text):
+    state_file().parent.mkdir(parents=True)
+    state_file().write_text(text.replace('"kind"', f'"boot": "{boot_id()}", "kind"'))
+    with pytest.raises(LaunchError, match=r"this file of an earlier tuning is damaged .* and delete it."):
+        restore_earlier(home / "sys")
+    assert state_file().exists()
+
+
+def test_limits_before_a_reboot_are_not_set_again(home):
+    files = cpufreq(home / "sys")
+    state_file().parent.mkdir(parents=True)
+    state_file().write_text(json.dumps({"kind": "cpu_frequency", "first": {str(files[0]): 1}, "boot": "another"}))
+    assert restore_earlier(home / "sys")
+    assert files[0].read_text() == f"{MOST}\n"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 from weft.monitor.machine_metrics import GpuSource, HostSource
-from weft.monitor.metrics import Collector, LocalReports, StepReport, readings
+from weft.monitor.metrics import Collector, LocalReports, ReportJoiner, StepReport, readings
 
 
 class FakeStore:
@@ -292,3 +292,15 @@ def test_host_source_reads_this_machine(tmp_path):
     found = source.of_machine()
     assert found["disk.free_bytes"] > 0
     assert all(math.isfinite(value) for value in found.values())
+
+
+def test_energy_of_other_machines_is_summed_and_a_silent_one_keeps_its_last_value():
+    events = []
+    joiner = ReportJoiner(10.0, events.append, [], None, lambda: 0.0)
+    first = {"number": 0, "host": "a", "of_host": {"host.energy_joules": 5.0, "host.energy_missing": 0.0}}
+    other = {"host.energy_joules": 7.0, "host.energy_estimated_j": 3.0, "host.energy_missing": 1.0}
+    joiner.join([first, {"number": 0, "host": "b", "of_host": other}, {"number": 0}], 1, pace_only=False)
+    joiner.join([first, {}, {"number": 1, "of_host": {"host.energy_missing": 2.0}}], 2, pace_only=False)
+    keys = ("energy_others", "energy_others_j", "estimated_others_j")
+    assert [events[0][key] for key in keys] == [[1, 1], 7.0, 3.0]
+    assert [events[1][key] for key in keys] == [[1, 3], 7.0, 3.0]

@@ -138,7 +138,11 @@ def restore_earlier(sysfs: Path, nvml: Any = None) -> bool:
             return False
         if state.get("boot") == boot_id():
             restore(state, sysfs, nvml)
-    except (OSError, NoRights, ValueError) as error:
+    except ValueError as error:
+        raise LaunchError(
+            f"{file}: this file of an earlier tuning is damaged ({error}). Check the limits here, and delete it."
+        ) from error
+    except (OSError, NoRights) as error:
         raise LaunchError(
             f"{file}: limits that an earlier tuning changed cannot be restored ({error}). An administrator must run: "
             "sudo weft energy restore."

@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.config.energy import J_PER_KWH, EnergyPrice, carbon_intensity
 from weft.monitor.events import number
-from weft.units import format_count
+from weft.units import counted, format_count
 
 PRODUCTIVE, LOST = "productive", "lost work"
 #: Cause of time in which the run has released its devices, so that their energy is not the run's.
@@ -50,6 +50,7 @@ class EnergyLedger:
         unmeasured_s: seconds without a reading, by cause.
         devices: name, label and basis of the devices of rank 0's machine in the last start.
         num_hosts: number of machines of the last start.
+        others: metered machines, and devices without a meter, of all machines except rank 0's.
         num_items: items (such as tokens) of the steps that were measured and not lost.
     """
 
@@ -57,7 +58,7 @@ class EnergyLedger:
         self.estimated_j = self.num_items = 0.0
         self.unmeasured_s: dict[str, float] = {}
         self.devices: list[dict[str, str]] = []
-        self.num_hosts = 1
+        self.num_hosts, self.others = 1, (0, 0)
         self._joules: dict[str, float] = {}
         self._curves: dict[str, _Curve] = {}
         self._pending: list[_Span] = []
@@ -74,7 +75,7 @@ class EnergyLedger:
         """Note a start: time since the last reading of the previous one is unmeasured."""
         if "local" in self._curves:
             self._leave_out(self._curves["local"].spans)
-        self._curves, self.devices = {}, []
+        self._curves, self.devices, self.num_hosts, self.others = {}, [], 1, (0, 0)
 
     def spend(self, cause: str, seconds: float) -> None:
         """Add seconds of a cause. Negative seconds correct an earlier call."""
@@ -138,6 +139,9 @@ class EnergyLedger:
     def feed(self, event: Mapping[str, Any]) -> None:
         """Add a reading: an "energy" event, or the energy of other machines in a "figures" event."""
         if event.get("event") == "figures":
+            counts = event.get("energy_others")
+            if isinstance(counts, list) and len(counts) == 2 and all(type(one) is int for one in counts):
+                self.others = counts[0], counts[1]
             if "others" in self._curves and math.isfinite(number(event.get("energy_others_j"))):
                 self._read("others", number(event["energy_others_j"]), number(event.get("estimated_others_j")))
             return
@@ -154,6 +158,17 @@ class EnergyLedger:
         if self.num_hosts > 1 and "local" not in self._curves:
             self._curves["others"] = _Curve(0.0)
         self._read("local", joules, number(event.get("estimated_j")))
+
+    @property
+    def notes(self) -> list[str]:
+        """Devices that are estimated or unmeasured, with the formula or the reason."""
+        found = [f"{one['name']}: {one['basis']}" for one in self.devices if one["label"] != "measured"]
+        metered, missing = self.others
+        if (silent := self.num_hosts - 1 - metered) > 0:
+            found.append(f"{counted(silent, 'other machine')}: no reading (they report every monitor.every)")
+        if missing:
+            found.append(f"other machines: {counted(missing, 'device')} unmeasured (weft energy meters, on each)")
+        return found
 
     def _read(self, name: str, joules: float, estimated_j: float) -> None:
         curve = self._curves.setdefault(name, _Curve())
@@ -261,10 +276,11 @@ class EnergySummary:
         """
         section = config.get("energy") if isinstance(config, Mapping) else None
         settings: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
-        notes = tuple(f"{one['name']}: {one['basis']}" for one in ledger.devices if one["label"] != "measured")
+        notes = tuple(ledger.notes)
         unmeasured_s = sum(ledger.unmeasured_s.values())
         total = sum(joules.values())
         if not ledger.is_measured or total <= 0:
+            notes += ("the counters have not advanced",) if ledger.is_measured and total <= 0 else ()
             return cls(None, "unmeasured", {}, unmeasured_s=unmeasured_s, notes=notes)
         pue = number(settings.get("pue", 1.0))
         pue = pue if 1 <= pue <= 10 else 1.0

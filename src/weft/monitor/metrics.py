@@ -312,6 +312,7 @@ class ReportJoiner:
         self._stragglers: StragglerWatch | None = None
         self._received: dict[int, tuple[int, float]] = {}  # by rank: number of the newest report, and its time
         self._energy: dict[int, tuple[float, float]] = {}  # by rank that reads a machine's meters: all and estimated J
+        self._num_missing: dict[int, float] = {}  # by these ranks: number of devices without a meter
 
     def join(self, reports: Sequence[Mapping[str, Any]], step: int, pace_only: bool) -> None:
         """Publish the combined event, and events about slow ranks. If `pace_only`, publish only the latter."""
@@ -355,15 +356,23 @@ class ReportJoiner:
         return event | self._others_energy(reports)
 
     def _others_energy(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-        """Return the joules of all machines except rank 0's, {} if no other one has reported any."""
+        """Return joules, metered machines and unmeasured devices of all machines except rank 0's, {} without a report.
+
+        A machine that is silent keeps its last values.
+        """
         for rank, report in enumerate(reports):
             values = report.get("of_host", {})
+            if rank and "host.energy_missing" in values:
+                self._num_missing[rank] = values["host.energy_missing"]
             if rank and "host.energy_joules" in values:
                 self._energy[rank] = (values["host.energy_joules"], values.get("host.energy_estimated_j", 0.0))
-        if not self._energy:
+        if not self._num_missing:
             return {}
+        found: dict[str, object] = {"energy_others": [len(self._energy), int(sum(self._num_missing.values()))]}
+        if not self._energy:
+            return found
         total, estimated = (sum(parts) for parts in zip(*self._energy.values(), strict=True))
-        return {"energy_others_j": round(total, 3), "estimated_others_j": round(estimated, 3)}
+        return {**found, "energy_others_j": round(total, 3), "estimated_others_j": round(estimated, 3)}
 
     def _lags(self, busy: Mapping[str, float], number: int) -> dict[str, float]:
         """Return each rank's busy seconds divided by the median of the other ranks that do the same work."""

@@ -57,11 +57,12 @@ class EnergyReports:
         self.others_j = 0.0
 
     def of_host(self) -> Mapping[str, float]:
-        """Return the joules of this machine so far, {} if it has no meter."""
+        """Return the joules of this machine so far, if it has a meter, and the number of devices without one."""
+        missing = {"host.energy_missing": float(len(self._meter.unmeasured))}
         if not self._meter.works:
-            return {}
+            return missing
         found = self._meter.read()
-        return {"host.energy_joules": found.joules, "host.energy_estimated_j": found.estimated_j}
+        return {**missing, "host.energy_joules": found.joules, "host.energy_estimated_j": found.estimated_j}
 
     def on_metrics(self, event: Mapping[str, object]) -> None:
         """Publish a metrics event, after reading the other machines' energy from it."""
