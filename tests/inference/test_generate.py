@@ -211,6 +211,7 @@ def test_bad_files_are_refused(text, said, folder, tmp_path, capsys):
         (["--prompts", "in.jsonl", "--out", "o", "--top-p", "2"], "top_p=2.0: it must be"),
         (["--prompts", "in.jsonl", "--out", "o", "--plan", "cp=2"], "cp=2: inference does not"),
         (["--prompts", "in.jsonl", "--out", "o", "--dtype", "int8"], "int8"),
+        (["--prompts", "in.jsonl", "--out", "./in.jsonl"], "this is the file of prompts"),
         (["--prompts", "in.jsonl", "--out", "o", "--stop", ""], "an empty text would end each result"),
         (["--memory", "1GiB"], "--memory: it belongs to a file of prompts"),
         (["--prompts", "in.jsonl", "--out", "o", "--memory", "1GiB", "--plan", "tp=2"], "each rank streams"),

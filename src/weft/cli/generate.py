@@ -74,8 +74,6 @@ def generate(
     options.expect_prompts(prompts)
     if prompts is not None and (prompt is not None or messages or chat):
         raise ConfigError(f"--prompts={prompts}: the file has the prompts. Leave out --prompt, --messages and --chat.")
-    if "" in (stop or ()):
-        raise ConfigError('--stop="": an empty text would end each result at its first token. Leave it out.')
     if raw and (system or messages or chat):
         raise ConfigError("--raw: it leaves out the chat template, which --system, --messages and --chat need.")
     if messages is not None and (chat or prompt is not None):
@@ -83,14 +81,14 @@ def generate(
     turns, tools = _read_messages(messages) if messages is not None else ([], "")
     folder = source_folder(run, step)
     if prompts is not None:
-        texts = TextOptions(max_tokens, temperature, top_k, seed, step, tuple(stop or ()), system, raw)
+        texts = TextOptions(max_tokens, temperature, top_k, seed, step, _stops(stop), system, raw)
         generate_for_file(folder, prompts, options, texts)
         return
     from weft.config.run_config import SampleSection
     from weft.train.tasks.generation import open_text_model, sample_text
 
     section = SampleSection(prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k)
-    stops, model = tuple(stop or ()), open_text_model(folder, step)
+    stops, model = _stops(stop), open_text_model(folder, step)
     if chat:
         _converse(model, _system(system), prompt, section, seed, stops)
     elif turns:
@@ -121,6 +119,12 @@ def source_folder(run: str, step: int | None = None) -> Path:
     elif step is not None:
         raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
     return folder
+
+
+def _stops(texts: list[str] | None) -> tuple[str, ...]:
+    if "" in (texts or ()):
+        raise ConfigError('--stop="": an empty text would end each result at its first token. Leave it out.')
+    return tuple(texts or ())
 
 
 def _system(text: str) -> list[Turn]:

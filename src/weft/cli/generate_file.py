@@ -107,6 +107,8 @@ def generate_for_file(folder: Path, prompts: Path, options: FileOptions, texts: 
     if out.is_dir() or not out.absolute().parent.is_dir():
         why = "it is a folder" if out.is_dir() else "its folder does not exist"
         raise ConfigError(f"--out={out}: {why}. Give the path of a file.")
+    if out.resolve() == prompts.resolve():
+        raise ConfigError(f"--out={out}: this is the file of prompts. Give another one.")
     settled, notes = inference_plan(read_plan(options.plan), options.dtype)
     memory = _memory(options.memory, settled, folder)
     place = env.rank_env()

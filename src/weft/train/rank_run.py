@@ -50,6 +50,7 @@ from weft.train.loop.reporting import Ending, RunLogger, already_done, closing_l
 from weft.train.loop.run_checkpoints import RunCheckpoints
 from weft.train.loop.signals import stop_on_signal
 from weft.train.loop.trainer import Trainer
+from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
 from weft.units import parse_seconds
 
@@ -274,9 +275,7 @@ class _RankRun:
             early = (StopReason.REQUESTED, StopReason.ACTION, StopReason.STOP_AT)
             wanted = stop.reason not in early and not engine.wants_stop
             if engine.ranks.on_first(lambda: wanted):
-                with engine.pulse.doing("writes a sample"):
-                    shown = engine.sample(progress.step)
-                    shown = shown or (self.task.show(self.folder, progress.step) if is_first else "")
+                shown = _sample(engine, self.task, self.folder, progress.step)
         except Exception as error:
             checkpoints.leave(error)
             raise
@@ -289,6 +288,12 @@ class _RankRun:
             ending = Ending(progress, reason, shown, times)
             print_wrapped(self.terminal, closing_lines(self.folder, self.task, ending, self.start.command))
         return RunResult(progress.step, reason, parting)
+
+
+def _sample(engine: Engine, task: Task, folder: RunFolder, step: int) -> str:
+    """Return the task's sample output on the first rank. All ranks call it."""
+    with engine.pulse.doing("writes a sample"):
+        return engine.sample(step) or (task.show(folder, step) if engine.rank == 0 else "")
 
 
 def _parting(

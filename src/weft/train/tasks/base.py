@@ -415,6 +415,11 @@ class Task:
 
         All ranks call it, every `sample.every` steps and at the end of a run. If it returns "" at the end, the run
         calls `show`.
+
+        Args:
+            folder: the run's folder.
+            step: steps done.
+            forwards: the sharded model.
         """
         return ""
 
