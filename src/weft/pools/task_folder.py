@@ -29,7 +29,12 @@ _UNCLAIMED = ("items.jsonl", "journal.jsonl", ".lock")
 
 @contextlib.contextmanager
 def full_disk_named(folder: Path) -> Generator[None]:
-    """Turn errors of a full disk or an unwritable folder into PoolError."""
+    """Name the folder in errors of its disk.
+
+    Raises:
+        PoolError: if the disk is full.
+        ConfigError: if the folder cannot be written.
+    """
     try:
         yield
     except OSError as error:
