@@ -67,7 +67,12 @@ def _along(x: Array, dim: int, index: Array) -> tuple[Array, ...]:
 
 
 def _gather(x: Array, dim: int, index: Array, sparse_grad: bool = False) -> Array:
-    return x[_along(x, dim, index)] if x.ndim else x
+    if not x.ndim:
+        return x
+    others = [axis for axis in range(x.ndim) if axis != dim % x.ndim]
+    if all(x.shape[axis] == index.shape[axis] for axis in others):
+        return jnp.take_along_axis(x, index, dim)  # keeps the sharding of the other dims
+    return x[_along(x, dim, index)]
 
 
 def _scatter(x: Array, dim: int, index: Array, src: Array) -> Array:

@@ -157,6 +157,10 @@ class Program:
         self._trained = [name for name in shapes if name in optimizer.hyper]
         self._compute = _DTYPES[self.plan.precision] if self.plan.precision == "bf16" else None
         if self.plan.recompute_policy != "none":
+            if not blocks:
+                raise PlanError(
+                    f"recompute={self.plan.recompute}: the model has no repeated blocks. Use recompute=none."
+                )
             number = self.plan.recompute_blocks or len(blocks)
             captured.blocks = tuple(blocks[:number])
             captured.saves_products = self.plan.recompute_policy == "selective"
