@@ -34,14 +34,18 @@ LEAST_DEVICES = 8
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 
 
-def devices(number: int) -> list[Any]:
+def devices(number: int, platform: str = "") -> list[Any]:
     """Return the devices of a plan. On a CPU, they are virtual devices of this process.
+
+    platform: "cpu", or "" for what JAX chooses.
 
     Raises:
         PlanError: if JAX has fewer devices, or has already started with fewer.
     """
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_threefry_partitionable", True)
+    if platform:
+        jax.config.update("jax_platforms", platform)
     with contextlib.suppress(RuntimeError):  # JAX has started; the check below counts what it has
         jax.config.update("jax_num_cpu_devices", max(number, LEAST_DEVICES))
     found = jax.devices()
@@ -70,11 +74,11 @@ class Sharding:
     layout: Layout | None = None
 
     @classmethod
-    def of(cls, plan: Plan, layout: Layout | None = None) -> Sharding:
-        """Return the shardings of a plan. Raises PlanError if the engine cannot use it."""
+    def of(cls, plan: Plan, layout: Layout | None = None, platform: str = "cpu") -> Sharding:
+        """Return the shardings of a plan on the devices of a platform. Raises PlanError if the engine cannot use it."""
         check(plan)
         shape = (plan.dp_replicate, plan.dp_shard // plan.ep, plan.ep, plan.tp)
-        grid = np.array(devices(plan.world_size), dtype=object).reshape(shape)
+        grid = np.array(devices(plan.world_size, platform), dtype=object).reshape(shape)
         return cls(plan, Mesh(grid, ("dp_replicate", "dp_shard", "ep", "tp")), layout)
 
     def named(self, *axes: Any) -> NamedSharding:
