@@ -37,7 +37,7 @@ _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 def devices(number: int, platform: str = "") -> list[Any]:
     """Return the devices of a plan. On a CPU, they are virtual devices of this process.
 
-    platform: "cpu", or "" for what JAX chooses.
+    platform: "cpu", "cuda", or "" for what JAX chooses.
 
     Raises:
         PlanError: if JAX has fewer devices, or has already started with fewer.
@@ -48,7 +48,12 @@ def devices(number: int, platform: str = "") -> list[Any]:
         jax.config.update("jax_platforms", platform)
     with contextlib.suppress(RuntimeError):  # JAX has started; the check below counts what it has
         jax.config.update("jax_num_cpu_devices", max(number, LEAST_DEVICES))
-    found = jax.devices()
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        raise PlanError(
+            f"launch.device={platform}: JAX has no such device ({error}). Use launch.device=cpu."
+        ) from error
     if len(found) < number:
         raise PlanError(
             f"plan: it has {number} ranks, and JAX has {len(found)} devices here. Use a plan of {len(found)} ranks."
