@@ -160,7 +160,7 @@ def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
     return reduced
 
 
-def _var(x: Array, dims: Sequence[int] | None = None, *, correction: float | None = 1, keepdim: bool = False) -> Array:
+def _var(x: Array, dims: Sequence[int] | None = None, *, correction: Any = 1, keepdim: bool = False) -> Array:
     return jnp.var(x, axis=_axes(dims), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 

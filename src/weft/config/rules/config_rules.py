@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from weft.config.cluster import DeviceSpec
 from weft.config.decoder_shape import DecoderSpec
@@ -13,6 +13,8 @@ from weft.config.model_spec import resolve_decoder
 from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
 from weft.config.plan_text import is_auto
+from weft.config.rules.config_rule import ConfigRule
+from weft.config.rules.engine_rules import JAX_RULES
 from weft.config.rules.monitor_rules import watch_problems
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
@@ -20,32 +22,6 @@ from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
 from weft.config.sections import TRAINS, AdapterSection, OptimizerSection
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigRule:
-    """A constraint on a config.
-
-    Attributes:
-        keys: the dotted keys that the rule reads; the first one is reported as the problem.
-        reason: one sentence that explains the rule for every config.
-        predicate: True if the config breaks the rule.
-        message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and the equals sign.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    reason: str
-    predicate: Callable[[RunConfig], bool]
-    message: str | Callable[[RunConfig], str]
-
-    def check(self, config: RunConfig) -> Problem | None:
-        """Return the problem, or None if the config satisfies the rule."""
-        if not self.predicate(config):
-            return None
-        message = self.message if isinstance(self.message, str) else self.message(config)
-        return Problem(self.keys[0], f"{self.keys[0]}={message}")
-
 
 # Rules for configs whose replicas are separate process groups (`launch.replicas_apart`).
 
@@ -234,36 +210,6 @@ def _warmup(config: RunConfig) -> int:
 def _decay(config: RunConfig) -> int:
     return config.schedule.decay(config.train.steps)
 
-
-def _not_under_jax(name: str, key: str, predicate: Callable[[RunConfig], bool], why: str, remedy: str) -> ConfigRule:
-    return ConfigRule(
-        name=f"jax-{name}",
-        keys=("launch.engine", key),
-        reason=f"Under launch.engine=jax, {why}.",
-        predicate=lambda config: config.launch.engine == "jax" and predicate(config),
-        message=f"jax: {why}. {remedy}, or launch.engine=torch.",
-    )
-
-
-#: Settings that the JAX engine does not support.
-JAX_RULES: tuple[ConfigRule, ...] = (
-    _not_under_jax("needs-a-plan", "plan", lambda config: is_auto(config.plan), "the planner does not know its plans",
-                   "Write the plan, such as plan='dp_shard=2 zero=2'"),
-    _not_under_jax("trains-the-default-task", "task.name", lambda config: config.task.name is not None,
-                   "only the default task is built", "Leave task.name out"),
-    _not_under_jax("has-no-adapters", "adapter.rank", lambda config: config.adapter.rank > 0,
-                   "adapters are not built", "Use adapter.rank=0"),
-    _not_under_jax("has-one-process", "launch.restarts", lambda config: (
-        config.launch.restarts > 0 or config.launch.replicas_apart or config.checkpoint.peer_every > 0),
-        "one process trains and nothing restarts it", "Use launch.restarts=0 and checkpoint.peer_every=0"),
-    _not_under_jax("has-two-optimizers", "optimizer.name", lambda config: (
-        config.optimizer.name not in ("adamw", "sgd") or config.optimizer.states != "fp32"),
-        "adamw and sgd with fp32 states are built", "Use optimizer.name=adamw"),
-    _not_under_jax("has-even-batches", "data.batching", lambda config: config.data.batching == "cost",
-                   "steps have one shape", "Leave data.batching out"),
-    _not_under_jax("draws-no-noise", "train.neftune_alpha", lambda config: bool(config.train.neftune_alpha),
-                   "no random numbers are drawn in a step", "Leave train.neftune_alpha out"),
-)  # fmt: skip
 
 CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
