@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("jax")
 
+import jax
 import torch
 
 from tests.jax_engine.forms import FORMS
@@ -48,6 +49,19 @@ def test_zero_2_gathers_updated_weights() -> None:
     assert set(found) <= {"all-gather", "reduce-scatter", "all-reduce"}
     assert held == pytest.approx(every + 2 * every / 2, rel=0.01)
     assert memory.argument_size_in_bytes == pytest.approx(held, rel=0.05)  # with the batch
+
+
+def test_recompute_replays_blocks() -> None:
+    model, batch, function = FORMS["weft_gpt2"]()
+    captured = capture(model, function, batch)
+    params = {name: to_array(param) for name, param in model.named_parameters()}
+    buffers = {name: to_array(one) for name, one in model.named_buffers()}
+    inputs = captured.inputs(batch, {})
+    counts = []
+    for captured.blocks in ((), ("blocks.0", "blocks.1")):
+        traced = jax.make_jaxpr(lambda params: captured(params, buffers, inputs)[0][0])(params)
+        counts.append(str(traced).count("remat"))
+    assert counts == [0, 2]
 
 
 @pytest.mark.full

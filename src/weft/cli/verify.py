@@ -60,13 +60,7 @@ def verify(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
-    if engine not in ("torch", "jax"):
-        raise ConfigError(f"engine={engine}: not one of torch, jax. Use torch.")
-    if engine == "jax" and all_ranks is not None:
-        raise ConfigError("engine=jax: --all tries plans of the torch engine. Give one plan with --plan.")
-    if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
-        fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
-        raise ConfigError(f"all={all_ranks}: the rules can list the legal plans of 1 to 64 ranks. {fix}.")
+    _check_choice(engine, plan, all_ranks)
     choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
@@ -94,6 +88,16 @@ def verify(
     if not text:
         raise PlanError("plan=: give --plan, or --all with a number of ranks.")
     raise typer.Exit(_verify_one(subject, Plan.parse(text), engine, as_json))
+
+
+def _check_choice(engine: str, plan: str | None, all_ranks: int | None) -> None:
+    if engine not in ("torch", "jax"):
+        raise ConfigError(f"engine={engine}: not one of torch, jax. Use torch.")
+    if engine == "jax" and all_ranks is not None:
+        raise ConfigError("engine=jax: --all tries plans of the torch engine. Give one plan with --plan.")
+    if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
+        fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
+        raise ConfigError(f"all={all_ranks}: the rules can list the legal plans of 1 to 64 ranks. {fix}.")
 
 
 @dataclass(frozen=True, slots=True)

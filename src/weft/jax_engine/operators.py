@@ -67,7 +67,12 @@ def _along(x: Array, dim: int, index: Array) -> tuple[Array, ...]:
 
 
 def _gather(x: Array, dim: int, index: Array, sparse_grad: bool = False) -> Array:
-    return x[_along(x, dim, index)] if x.ndim else x
+    if not x.ndim:
+        return x
+    others = [axis for axis in range(x.ndim) if axis != dim % x.ndim]
+    if all(x.shape[axis] == index.shape[axis] for axis in others):
+        return jnp.take_along_axis(x, index, dim)  # keeps the sharding of the other dims
+    return x[_along(x, dim, index)]
 
 
 def _scatter(x: Array, dim: int, index: Array, src: Array) -> Array:
@@ -155,7 +160,7 @@ def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
     return reduced
 
 
-def _var(x: Array, dims: Sequence[int] | None = None, *, correction: float | None = 1, keepdim: bool = False) -> Array:
+def _var(x: Array, dims: Sequence[int] | None = None, *, correction: Any = 1, keepdim: bool = False) -> Array:
     return jnp.var(x, axis=_axes(dims), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 

@@ -34,17 +34,26 @@ LEAST_DEVICES = 8
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 
 
-def devices(number: int) -> list[Any]:
+def devices(number: int, platform: str = "") -> list[Any]:
     """Return the devices of a plan. On a CPU, they are virtual devices of this process.
+
+    platform: "cpu", "cuda", or "" for what JAX chooses.
 
     Raises:
         PlanError: if JAX has fewer devices, or has already started with fewer.
     """
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_threefry_partitionable", True)
+    if platform:
+        jax.config.update("jax_platforms", platform)
     with contextlib.suppress(RuntimeError):  # JAX has started; the check below counts what it has
         jax.config.update("jax_num_cpu_devices", max(number, LEAST_DEVICES))
-    found = jax.devices()
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        raise PlanError(
+            f"launch.device={platform}: JAX has no such device ({error}). Use launch.device=cpu."
+        ) from error
     if len(found) < number:
         raise PlanError(
             f"plan: it has {number} ranks, and JAX has {len(found)} devices here. Use a plan of {len(found)} ranks."
@@ -70,11 +79,11 @@ class Sharding:
     layout: Layout | None = None
 
     @classmethod
-    def of(cls, plan: Plan, layout: Layout | None = None) -> Sharding:
-        """Return the shardings of a plan. Raises PlanError if the engine cannot use it."""
+    def of(cls, plan: Plan, layout: Layout | None = None, platform: str = "cpu") -> Sharding:
+        """Return the shardings of a plan on the devices of a platform. Raises PlanError if the engine cannot use it."""
         check(plan)
         shape = (plan.dp_replicate, plan.dp_shard // plan.ep, plan.ep, plan.tp)
-        grid = np.array(devices(plan.world_size), dtype=object).reshape(shape)
+        grid = np.array(devices(plan.world_size, platform), dtype=object).reshape(shape)
         return cls(plan, Mesh(grid, ("dp_replicate", "dp_shard", "ep", "tp")), layout)
 
     def named(self, *axes: Any) -> NamedSharding:
@@ -157,6 +166,10 @@ class Program:
         self._trained = [name for name in shapes if name in optimizer.hyper]
         self._compute = _DTYPES[self.plan.precision] if self.plan.precision == "bf16" else None
         if self.plan.recompute_policy != "none":
+            if not blocks:
+                raise PlanError(
+                    f"recompute={self.plan.recompute}: the model has no repeated blocks. Use recompute=none."
+                )
             number = self.plan.recompute_blocks or len(blocks)
             captured.blocks = tuple(blocks[:number])
             captured.saves_products = self.plan.recompute_policy == "selective"

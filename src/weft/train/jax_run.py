@@ -188,7 +188,8 @@ class JaxEngine:
         self._layout = Layout.read(config.layout) if config.layout else None
         if self._layout is None and (plan.tp > 1 or plan.ep > 1):
             self._layout = find_layout(model)
-        self._sharding = Sharding.of(plan, self._layout)
+        platform = "" if config.launch.device == "auto" else config.launch.device
+        self._sharding = Sharding.of(plan, self._layout, platform)
         optimizer = build_optimizer(model.named_parameters(), config.full_optimizer, config.seed)
         self.state = JaxState(model, optimizer)
         self.reports = JaxReports(self._job, self.state)

@@ -1,4 +1,4 @@
-"""The form of a rule between the keys of one config."""
+"""Type of rules between the keys of one config. `config_rules.py` and its neighbours have the rules."""
 
 from __future__ import annotations
 

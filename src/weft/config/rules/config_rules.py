@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from weft.config.cluster import DeviceSpec
@@ -14,6 +14,7 @@ from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
 from weft.config.plan_text import is_auto
 from weft.config.rules.config_rule import ConfigRule, plan_of
+from weft.config.rules.engine_rules import JAX_RULES
 from weft.config.rules.monitor_rules import energy_problems, watch_problems
 from weft.config.rules.optimizer_rules import OPTIMIZER_RULES
 from weft.config.rules.plan_rules import check
@@ -202,36 +203,6 @@ def _warmup(config: RunConfig) -> int:
 def _decay(config: RunConfig) -> int:
     return config.schedule.decay(config.train.steps)
 
-
-def _not_under_jax(name: str, key: str, predicate: Callable[[RunConfig], bool], why: str, remedy: str) -> ConfigRule:
-    return ConfigRule(
-        name=f"jax-{name}",
-        keys=("launch.engine", key),
-        reason=f"Under launch.engine=jax, {why}.",
-        predicate=lambda config: config.launch.engine == "jax" and predicate(config),
-        message=f"jax: {why}. {remedy}, or launch.engine=torch.",
-    )
-
-
-#: Settings that the JAX engine does not support.
-JAX_RULES: tuple[ConfigRule, ...] = (
-    _not_under_jax("needs-a-plan", "plan", lambda config: is_auto(config.plan), "the planner does not know its plans",
-                   "Write the plan, such as plan='dp_shard=2 zero=2'"),
-    _not_under_jax("trains-the-default-task", "task.name", lambda config: config.task.name is not None,
-                   "only the default task is built", "Leave task.name out"),
-    _not_under_jax("has-no-adapters", "adapter.rank", lambda config: config.adapter.rank > 0,
-                   "adapters are not built", "Use adapter.rank=0"),
-    _not_under_jax("has-one-process", "launch.restarts", lambda config: (
-        config.launch.restarts > 0 or config.launch.replicas_apart or config.checkpoint.peer_every > 0),
-        "one process trains and nothing restarts it", "Use launch.restarts=0 and checkpoint.peer_every=0"),
-    _not_under_jax("has-two-optimizers", "optimizer.name", lambda config: (
-        config.optimizer.name not in ("adamw", "sgd") or config.optimizer.states != "fp32"),
-        "adamw and sgd with fp32 states are built", "Use optimizer.name=adamw"),
-    _not_under_jax("has-even-batches", "data.batching", lambda config: config.data.batching == "cost",
-                   "steps have one shape", "Leave data.batching out"),
-    _not_under_jax("draws-no-noise", "train.neftune_alpha", lambda config: bool(config.train.neftune_alpha),
-                   "no random numbers are drawn in a step", "Leave train.neftune_alpha out"),
-)  # fmt: skip
 
 CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
