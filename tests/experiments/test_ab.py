@@ -16,6 +16,7 @@ import pytest
 
 from weft.cli.app import run
 from weft.experiments import statistics
+from weft.experiments.ab import PairResult, _speed
 from weft.experiments.run_log import Measure, RunLog
 from weft.experiments.statistics import fixed, sequential
 
@@ -111,6 +112,25 @@ def test_training_loss_is_averaged_over_the_last_tenth(tmp_path: Path) -> None:
 def test_direction_of_known_metrics(metric: str, lower: bool) -> None:
     assert Measure.of(metric).lower_is_better is lower
     assert Measure.of(metric, "lowest").lower_is_better
+
+
+def test_energy_of_productive_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, [5.0] * 10, {10: 3.0})
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    readings = [{"event": "energy", "step": step, "time": 2.0 * step, "energy_j": 100.0 * step} for step in (0, 5, 10)]
+    events = sorted([*events, *readings], key=lambda event: (event["time"], event["event"] == "energy"))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    log = RunLog.read(tmp_path)
+    assert log.energy_j == pytest.approx(1000, rel=0.1)
+    assert log.total("energy") == log.energy_j
+    assert log.value(LOSS, "energy", 1000) == 3.0
+
+
+def test_speed_and_energy_in_the_verdict() -> None:
+    clear = [PairResult((1, 2), (1.0, 1.04), (100.0, 98.0)), PairResult((1, 2), (1.0, 1.0402), (100.0, 98.01))]
+    assert _speed(clear) == "B is 4 % slower; 2 % less energy"
+    noisy = [PairResult((1, 2), (1.0, 1.04)), PairResult((1, 2), (1.0, 0.2))]
+    assert _speed(noisy) == "speed varies too much to be compared in 2 pairs"
 
 
 # Refusals.

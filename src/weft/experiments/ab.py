@@ -26,13 +26,14 @@ from weft.train.folder import run_lock
 #: Distance between the seeds of A and B for `--aa`, so that no pair shares a seed with another.
 _OTHER_SEEDS = 100_000
 _POLL_S = 0.5
+_UNITS: dict[Axis, str] = {"tokens": "tokens", "steps": "steps", "time": "s", "energy": "J"}
 #: Settings of a single run, which a comparison sets or ignores.
 _PER_RUN = ("run.", "seed", "log.", "sample.")
 #: Settings that may differ under any metric, because the metric means the same.
 _FREE = (
     "plan", "layout", "optimizer.", "schedule.", "model.", "memory.", "kernels.", "launch.", "monitor.", "checkpoint.",
-    "alerts", "alert", "channel", "sink", "eval.every", "data.batching", "data.microbatch_cost", "data.workers",
-    "data.cache", "data.stream", "data.check", "data.max_", "train.steps", "train.epochs", "train.global_batch",
+    "alerts", "alert", "channel", "sink", "energy.", "eval.every", "data.batching", "data.microbatch_cost",
+    "data.workers",    "data.cache", "data.stream", "data.check", "data.max_", "train.steps", "train.epochs", "train.global_batch",
     "train.global_cost", "train.max_bad_steps", "train.on_bad", "train.collect_every", "train.compress_after",
     "train.outer_", "train.deterministic", "train.profile", "train.check_batch", "train.bf16_layers",
     "train.fp8_recipe",
@@ -137,10 +138,12 @@ class PairResult:
     Attributes:
         value: the measure at the same amount of the axis.
         step_s: median seconds of a step.
+        energy_j: joules of the productive steps, or None without readings of both.
     """
 
     value: tuple[float, float]
     step_s: tuple[float, float]
+    energy_j: tuple[float, float] | None = None
 
     @property
     def difference(self) -> float:
@@ -277,11 +280,12 @@ class Runner:
         for value, log in zip(values, (a, b), strict=True):
             if not math.isfinite(value):
                 raise ConfigError(
-                    f"--metric {measure.name}: {log.folder} has no finite value of it at {limit:,.0f} {axis}. Use "
+                    f"--metric {measure.name}: {log.folder} has no finite value of it at {limit:,.0f} {_UNITS[axis]}. Use "
                     "another --metric, or evaluate more often (eval.every)."
                 )
         steps = tuple(log.value(_STEP_S, "steps", math.inf) for log in (a, b))
-        return PairResult(values, (steps[0], steps[1]))
+        joules = (a.energy_j, b.energy_j) if a.energy_j and b.energy_j else None
+        return PairResult(values, (steps[0], steps[1]), joules)
 
 
 _STEP_S = Measure("step_s", "s", lower_is_better=True)
@@ -320,13 +324,23 @@ def verdict(comparison: PairedComparison, results: Sequence[PairResult]) -> str:
 
 
 def _speed(results: Sequence[PairResult]) -> str:
-    estimate = fixed([math.log(one.step_s[1] / one.step_s[0]) for one in results])
+    speed = _ratio([one.step_s for one in results], "slower", "faster", "speed")
+    joules = [one.energy_j for one in results if one.energy_j is not None]
+    if len(joules) < len(results):
+        return f"B is {speed}" if speed[0].isdigit() else speed
+    energy = _ratio(joules, "more energy", "less energy", "energy")
+    return f"{f'B is {speed}' if speed[0].isdigit() else speed}; {energy}"
+
+
+def _ratio(values: Sequence[tuple[float, float]], more: str, less: str, what: str) -> str:
+    """Return "4 % slower" for the ratio of B to A in pairs, or that no difference was found."""
+    estimate = fixed([math.log(b / a) for a, b in values])
     percent, reach = 100 * math.expm1(estimate.mean), 100 * math.expm1(min(estimate.half_width, 5.0))
     if estimate.is_different and abs(percent) >= 0.05:
-        return f"B is {abs(percent):.2g} % {'slower' if percent > 0 else 'faster'}"
+        return f"{abs(percent):.2g} % {more if percent > 0 else less}"
     if reach > 50:
-        return f"steps vary too much to compare the speed in {len(results)} pairs"
-    return f"no difference in speed found ({percent:+.1f} ± {reach:.1f} %)"
+        return f"{what} varies too much to be compared in {len(values)} pairs"
+    return f"no difference in {what} found ({percent:+.1f} ± {reach:.1f} %)"
 
 
 def tests(comparison: PairedComparison, results: Sequence[PairResult]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from weft.config.metrics import METRICS
 from weft.errors import ConfigError, did_you_mean
+from weft.monitor.accounting import PRODUCTIVE, TimeLedger
 from weft.monitor.events import last_per_step, number, read_events
 
 #: Quantities by which the progress of two runs can be equal.
@@ -77,6 +78,7 @@ class RunLog:
         start: the newest "start" event.
         steps, evals: events in the order of steps.
         end: reason of the newest end, or "" if the run has not ended since its newest start.
+        energy_j: energy of the productive steps, as `weft runs show` counts it, or None without a reading.
     """
 
     folder: Path
@@ -84,6 +86,7 @@ class RunLog:
     steps: Sequence[Mapping[str, Any]]
     evals: Sequence[Mapping[str, Any]]
     end: str
+    energy_j: float | None = None
 
     @classmethod
     def read(cls, folder: Path) -> RunLog:
@@ -93,7 +96,9 @@ class RunLog:
         starts = [event for event in marks if event["event"] == "start"]
         last = marks[-1] if marks else {}
         end = str(last.get("reason", "")) if last.get("event") == "end" else ""
-        return cls(folder, starts[-1] if starts else {}, last_per_step(events), last_per_step(events, "eval"), end)
+        joules = TimeLedger().feed_all(events).joules().get(PRODUCTIVE)
+        start = starts[-1] if starts else {}
+        return cls(folder, start, last_per_step(events), last_per_step(events, "eval"), end, joules)
 
     @property
     def unit(self) -> str:
@@ -102,15 +107,22 @@ class RunLog:
         return next((key for key in keys if key != "samples"), "samples")
 
     def amounts(self, axis: Axis) -> list[float]:
-        """Return the cumulative amount after each step: items, steps, or seconds inside steps.
+        """Return the cumulative amount after each step: items, steps, seconds inside steps, or joules.
+
+        Joules are distributed evenly over the steps, because a meter is read less often than once per step.
 
         Raises:
-            ConfigError: for "energy" if the run has no measured energy.
+            ConfigError: for "energy" if the run has no reading of it.
         """
         if axis == "steps":
             return [float(event["step"]) for event in self.steps]
         if axis == "energy":
-            raise ConfigError("--at energy: the runs have no measured energy. Use --at tokens or --at time.")
+            if self.energy_j is None:
+                raise ConfigError(
+                    f"--at energy: {self.folder} has no reading of energy. `weft energy meters` lists the reasons; "
+                    "energy.cpu_watts or energy.gpu_watts makes an estimate. Or use --at tokens or --at time."
+                )
+            return [self.energy_j * (at + 1) / len(self.steps) for at in range(len(self.steps))]
         if axis == "time":
             each = [number((event.get("seconds") or {}).get("total")) for event in self.steps]
         else:
