@@ -29,7 +29,7 @@ _UNCLAIMED = ("items.jsonl", "journal.jsonl", ".lock")
 
 @contextlib.contextmanager
 def full_disk_named(folder: Path) -> Generator[None]:
-    """Convert errors of a full disk or an unwritable folder into sentences.
+    """Turn errors of a full disk or an unwritable folder into sentences.
 
     Raises:
         PoolError: if the disk is full.
