@@ -96,8 +96,8 @@ def train_with_weft(work: Path, out: Path, steps: int, new: int) -> list[tuple[f
     clocks: list[tuple[float, float]] = []
     after_step = GrpoTask.after_step
 
-    def timed(task: GrpoTask, step: int) -> None:
-        after_step(task, step)
+    def timed(self: GrpoTask, step: int) -> None:
+        after_step(self, step)
         clocks.append((time.perf_counter(), time.process_time()))
 
     GrpoTask.after_step = timed

@@ -88,10 +88,12 @@ class RowCache:
         """Set values in the cache: first columns, and lengths of blocks on other pipeline ranks."""
         if isinstance(self.cache, Cache):
             self.cache.starts_B = torch.tensor(self.starts) if any(self.starts) else None
-        for layer in self.cache.layers:
+        layers: Sequence[Any] = self.cache.layers
+        for layer in layers:
             if isinstance(layer, LayerCache):
                 layer.num_elsewhere = self.num_columns
-            elif hasattr(layer, "cumulative_length"):
+                continue
+            if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = self.num_columns
             elif getattr(layer, "keys", 0) is None:  # another rank has the keys of this layer
                 layer.get_seq_length = lambda: self.num_columns
