@@ -31,12 +31,12 @@ _UNITS: dict[Axis, str] = {"tokens": "tokens", "steps": "steps", "time": "s", "e
 _PER_RUN = ("run.", "seed", "log.", "sample.")
 #: Settings that may differ under any metric, because the metric means the same.
 _FREE = (
-    "plan", "layout", "optimizer.", "schedule.", "model.", "memory.", "kernels.", "launch.", "monitor.", "checkpoint.",
-    "alerts", "alert", "channel", "sink", "energy.", "eval.every", "data.batching", "data.microbatch_cost",
-    "data.workers",    "data.cache", "data.stream", "data.check", "data.max_", "train.steps", "train.epochs", "train.global_batch",
-    "train.global_cost", "train.max_bad_steps", "train.on_bad", "train.collect_every", "train.compress_after",
-    "train.outer_", "train.deterministic", "train.profile", "train.check_batch", "train.bf16_layers",
-    "train.fp8_recipe",
+    "plan", "layout", "optimizer.", "schedule.", "model.", "memory.", "kernels.", "launch.", "monitor.",
+    "checkpoint.", "alerts", "alert", "channel", "sink", "energy.", "eval.every", "data.batching",
+    "data.microbatch_cost", "data.workers", "data.cache", "data.stream", "data.check", "data.max_", "train.steps",
+    "train.epochs", "train.global_batch", "train.global_cost", "train.max_bad_steps", "train.on_bad",
+    "train.collect_every", "train.compress_after", "train.outer_", "train.deterministic", "train.profile",
+    "train.check_batch", "train.bf16_layers", "train.fp8_recipe",
 )  # fmt: skip
 #: Further settings that may differ if the metric comes from evaluations: they change only how the model is trained.
 _FREE_IN_TRAINING = ("adapter.", "grpo.", "train.norm_group", "train.neftune_alpha", "data.train", "data.holdout")
@@ -280,8 +280,8 @@ class Runner:
         for value, log in zip(values, (a, b), strict=True):
             if not math.isfinite(value):
                 raise ConfigError(
-                    f"--metric {measure.name}: {log.folder} has no finite value of it at {limit:,.0f} {_UNITS[axis]}. Use "
-                    "another --metric, or evaluate more often (eval.every)."
+                    f"--metric {measure.name}: {log.folder} has no finite value of it at {limit:,.0f} {_UNITS[axis]}. "
+                    "Use another --metric, or evaluate more often (eval.every)."
                 )
         steps = tuple(log.value(_STEP_S, "steps", math.inf) for log in (a, b))
         joules = (a.energy_j, b.energy_j) if a.energy_j and b.energy_j else None

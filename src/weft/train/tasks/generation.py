@@ -263,6 +263,8 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int, forwards:
         return f"none: {error}"
     if forwards.rank:
         return ""
+    if done.error:
+        return f"none: {done.error}"
     ids = done.ids[:-1] if done.ids[-1] in sampling.stop_ids else done.ids
     text = first["before"] + Tokenizer.load(tokenizer_of(folder)).decode(ids)
     samples = folder.path / "samples"
