@@ -27,7 +27,7 @@ def train(item: dict[str, Any]) -> dict[str, Any]:
         return 2.0 + 0.3 * math.log10(lr / 1e-3) ** 2 + 3.0 * math.exp(-step / 40) + 0.01 * float(values.get("seed", 0))
 
     step = item["step"]
-    return {"value": loss(step), "curve": [[step, loss(step)]], "seconds": 2.0, "devices": 2}
+    return {"value": loss(step), "curve": [[step, loss(step)]], "seconds": 2.0, "devices": 2, "kwh": 0.5}
 
 
 def sweep(file: Path, folder: Path, on: str = "local:2") -> Any:

@@ -106,6 +106,7 @@ def test_failed_trials(tmp_path):
         ("steps = 200", "budget.steps=200: 160 are done, and the next rung needs 80", 3),
         ('time = "9s"', "budget.time: the trials trained for 10 s", 6),
         ('money = 0.03\nprice = "3.6usd/h"', "budget.money: the trials cost 0.03 USD", None),
+        ("kwh = 2", "budget.kwh=2: the trials used 2 kWh", None),
     ],
 )
 def test_budgets(budget, said, number, tmp_path):
@@ -136,7 +137,7 @@ REFUSED = {
     "trails = 3\n" + SEARCH: "trails: a sweep has no such key. Did you mean 'trials'?",
     "trials = 0\n" + SEARCH: "trials=0: it must be a whole number from 1 to 10000. Use trials = 16.",
     "[halving]\nrung = 3\n" + SEARCH: "halving.rung: there is no such key. Did you mean 'rungs'?",
-    "[budget]\nkwh = 3\n" + SEARCH: "budget.kwh=3: trials record no measured energy. Use budget.time or budget.steps.",
+    "[budget]\nkwh = 0\n" + SEARCH: "budget.kwh=0: it must be a number above 0. Use kwh = 3.",
     "[budget]\nmoney = 3\n" + SEARCH: 'budget.money=3: it needs the price of a device. Add price = "2.5usd/h"',
     '[budget]\ntime = "soon"\n' + SEARCH: "budget.time=soon: 'soon' is not a duration.",
     'settings = ["train.epochs=1"]\n' + SEARCH: "a sweep compares trials at the same step. Use train.steps.",

@@ -41,6 +41,7 @@ class SweepTrial:
         curve: value of the metric by step.
         state: "paused", "stopped" by halving, "complete" or "failed".
         device_s: seconds of all its devices.
+        kwh: energy of its run so far, or None without a reading.
     """
 
     number: int
@@ -51,6 +52,7 @@ class SweepTrial:
     step: int = 0
     seconds: float = 0.0
     device_s: float = 0.0
+    kwh: float | None = None
 
     @property
     def value(self) -> float:
@@ -357,7 +359,7 @@ def _record(trial: SweepTrial, outcome: dict[str, Any], step: int, *, is_last: b
         trial.state, trial.reason = "failed", outcome["failed"]
         return
     trial.curve = {int(at): value for at, value in outcome["curve"]} | {step: outcome["value"]}
-    trial.step = step
+    trial.step, trial.kwh = step, outcome.get("kwh")
     trial.state = "complete" if is_last else "paused"
 
 
@@ -372,6 +374,16 @@ def _over_budget(result: SweepResult, alive: Sequence[SweepTrial], step: int) ->
         device_s = sum(trial.device_s for trial in trials)
         if budget.price.of(device_s) >= budget.money:
             return f"budget.money: the trials cost {budget.price.text(device_s)}"
+    if budget.kwh is not None:
+        unread = [trial.number for trial in trials if trial.step and trial.kwh is None]
+        if unread:
+            return (
+                f"budget.kwh={budget.kwh:g}: trial {unread[0]:04d} has no reading of energy. `weft energy "
+                "meters` lists the reasons; energy.cpu_watts or energy.gpu_watts in the base config makes an estimate"
+            )
+        used = sum(trial.kwh or 0.0 for trial in trials)
+        if used >= budget.kwh:
+            return f"budget.kwh={budget.kwh:g}: the trials used {used:.3g} kWh"
     return ""
 
 

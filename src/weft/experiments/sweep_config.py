@@ -75,12 +75,14 @@ class SweepBudget:
         steps: optimizer steps of all trials.
         time_s: seconds of all trials together.
         money: in the currency of `price`, the price of a device.
+        kwh: energy of all trials, as `[energy]` of their config measures or estimates it.
     """
 
     steps: int | None = None
     time_s: float | None = None
     money: float | None = None
     price: Price | None = None
+    kwh: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +237,13 @@ def _budget(read: _Reader) -> SweepBudget:
     except (ValueError, TypeError) as error:
         read.refuse(key, f"{str(error).rstrip('.')}.")
     money = tables.get("money")
-    if money is not None and (isinstance(money, bool) or not isinstance(money, int | float) or not money > 0):
-        read.refuse("money", "it must be a number above 0. Use money = 50.")
-    elif money is not None and price is None:
+    for key, example in (("money", 50), ("kwh", 3)):
+        value = tables.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            read.refuse(key, f"it must be a number above 0. Use {key} = {example}.")
+    if money is not None and price is None:
         read.refuse("money", 'it needs the price of a device. Add price = "2.5usd/h" to [budget].')
-    if "kwh" in tables:
-        read.refuse("kwh", "trials record no measured energy. Use budget.time or budget.steps.")
-    return SweepBudget(steps, time_s, money, price)
+    return SweepBudget(steps, time_s, money, price, tables.get("kwh"))
 
 
 def _parameter(key: str, value: Any, problems: list[Problem]) -> Parameter | None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from weft.monitor.accounting import TimeLedger
 from weft.monitor.events import last_per_step, read_events
 
 #: Exit codes of `weft train` that the same command would give again: refused, halted, out of memory.
@@ -29,7 +30,8 @@ def train_trial(item: dict[str, Any]) -> dict[str, Any]:
         item: "config" and "overrides" of the command, the "folder", the "step", and the "metric".
 
     Returns:
-        {"value": metric at the step, "curve": [[step, value], ...], "seconds": s, "devices": n}, or {"failed": reason}.
+        {"value": metric at the step, "curve": [[step, value], ...], "seconds": s, "devices": n, "kwh": energy so far or
+        None}, or {"failed": reason}.
 
     Raises:
         RuntimeError: if the run crashed, and may succeed next time.
@@ -56,7 +58,9 @@ def train_trial(item: dict[str, Any]) -> dict[str, Any]:
     start = next((one for one in reversed(events) if one.get("event") == "start"), {})
     seconds = round(time.monotonic() - began, 3)
     finite = [[step, value] for step, value in curve if isinstance(value, float | int) and math.isfinite(value)]
-    return {"value": curve[-1][1], "curve": finite, "seconds": seconds, "devices": start.get("world_size", 1)}
+    kwh = TimeLedger().feed_all(events).energy_summary().kwh
+    devices = start.get("world_size", 1)
+    return {"value": curve[-1][1], "curve": finite, "seconds": seconds, "devices": devices, "kwh": kwh}
 
 
 def _run(words: list[str]) -> tuple[int, str]:
