@@ -19,7 +19,7 @@ from weft.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from weft.energy.host_meter import HostMeter
-    from weft.energy.limits import Limit
+    from weft.energy.limits import DeviceLimit
     from weft.energy.search import Try
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Energy of runs, and tuning of power limits.")
@@ -160,10 +160,10 @@ def _gpus_of(run: Path) -> list[str]:
     Raises:
         ConfigError: if it does not train on this machine alone.
     """
-    from weft.cli.runs import _folder, _trains
+    from weft.cli.runs import is_training, known_run
     from weft.monitor.events import read_events
 
-    if not _trains(_folder(run)):
+    if not is_training(known_run(run)):
         raise ConfigError(f"RUN={run}: tuning needs live steps, and no command trains in this folder. Start it first.")
     start: dict[str, Any] = {}
     energy: dict[str, Any] = {}
@@ -285,7 +285,7 @@ def _report(number: int, one: Try, tries: int) -> None:
     print_line(f"try {number} of {tries}: {one.value}: {one.step_s * 1e3:.4g} ms, {one.joules:.4g} J a step")
 
 
-def _without_rights(error: Exception, limit: Limit, command: list[str], effort: str) -> str:
+def _without_rights(error: Exception, limit: DeviceLimit, command: list[str], effort: str) -> str:
     low, high = limit.values[0], limit.values[-1]
     return (
         f"{limit.name}: {error}. Nothing was changed. An administrator must type: {shlex.join(command)}\nIt would try "

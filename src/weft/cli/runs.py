@@ -273,7 +273,7 @@ def _request(run: Path, action: str, done: str, why: str, *, factor: float = 0.5
 
     if since is not None and since < 1:
         raise ConfigError(f"--since={since}: steps are counted from 1. Use e.g. --since=1.")
-    training = [one for one in _folder(run).with_replicas() if _trains(one)]
+    training = [one for one in known_run(run).with_replicas() if is_training(one)]
     if not training:
         raise ConfigError(f"{run}: no command trains in this folder. Start it: weft runs resume {run}.")
     for one in training:
@@ -292,12 +292,12 @@ def resume(
     """Continue a paused run. If no command is waiting, train here from the newest checkpoint."""
     from weft.monitor.alerts import PauseFiles, with_settings
 
-    folder, words = _folder(run), settings or []
+    folder, words = known_run(run), settings or []
     for word in words:
         if "=" not in word:
             raise ConfigError(f"{word}: this is no setting. Write key=value, such as optimizer.lr=1e-4.")
     config = with_settings(folder.config(), words)
-    training = [one for one in folder.with_replicas() if _trains(one)]
+    training = [one for one in folder.with_replicas() if is_training(one)]
     paused = [one for one in training if PauseFiles(one.path).is_paused]
     if training and not paused:
         raise ConfigError(f"{run}: this run is not paused, it trains. Run `weft runs pause {run}` to pause it.")
@@ -319,7 +319,7 @@ def send(run: Run) -> None:
     from weft.monitor.sinks.pump import Pump
     from weft.monitor.sinks.registry import make_sink
 
-    folder = _folder(run)
+    folder = known_run(run)
     config = folder.config()
     wanted = [one for one in config.sink if one.kind not in ("prometheus", "pushgateway")]
     if not wanted:
@@ -334,7 +334,7 @@ def send(run: Run) -> None:
     print_line(f"{run}: all is sent")
 
 
-def _trains(folder: RunFolder) -> bool:
+def is_training(folder: RunFolder) -> bool:
     """Return True if a command has locked a folder, because it trains or is paused."""
     from weft.train.folder import run_lock
 
@@ -345,7 +345,7 @@ def _trains(folder: RunFolder) -> bool:
         return True
 
 
-def _folder(run: Path) -> RunFolder:
+def known_run(run: Path) -> RunFolder:
     """Return a run's folder with its config. Raise ConfigError if it is not a run."""
     from weft.train.folder import RunFolder
 

@@ -204,12 +204,10 @@ class GrpoSection(Section):
     reward_weights: tuple[float, ...] = Field(default=(), strict=False, examples=[[1.0, 0.2]])
     """Weight of each function in the sum of rewards; by default 1."""
     reward_timeout: Duration = "1m"
-    """Time limit of one call of a reward function, and of a `rollout` function between two samples. A function that
-    takes longer is killed."""
+    """Time limit of a call of a reward function, and of `rollout` between two samples. A slower one is killed."""
     reward_errors: Literal["pause", "count"] = "pause"
-    """What to do if a function raises, takes too long, or returns nan, None or too few values. pause: save, and pause
-    the run; count: the affected completions have advantage 0 and do not count in their group, and a metric counts
-    them."""
+    """If a function raises, takes too long, or returns nan, None or too few values. pause: save, and pause the run;
+    count: the completions have advantage 0 and do not count in their group, and a metric counts them."""
     prompt: str = "prompt"
     """Column of the data with the prompt: a text, or a list of messages, which the chat template renders."""
     completions: Width = 8
@@ -219,8 +217,7 @@ class GrpoSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The loss uses log probabilities at the same temperature."""
     top_k: Count = 0
-    """Sample among this many most likely tokens; 0: among all. Log probabilities, of the sampler too, are those of the
-    distribution over all tokens."""
+    """Sample among this many most likely tokens; 0: all. All log probabilities are those over all tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens whose probabilities add up to this. See `top_k`."""
     normalize: Literal["auto", "sequence", "tokens", "constant", "sum"] = "auto"

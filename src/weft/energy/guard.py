@@ -44,7 +44,7 @@ class Guarded:
     """Context in which limits may be changed. At its end, and if this process is killed, the first ones are restored.
 
     Args:
-        state: the first limits, as `Limit.state`.
+        state: the first limits, as `DeviceLimit.state`.
         sysfs: the folder /sys, or another one in tests.
         nvml: replaces pynvml in tests.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.energy.meters import Meter, Unmeasured, gpu_meters, package_estimate, package_meters
+from weft.energy.meters import DeviceMeter, Unmeasured, gpu_meters, package_estimate, package_meters
 
 #: Seconds between two readings of the thread: often enough for sums of power samples and for counters that wrap.
 _EVERY_S = 1.0
@@ -41,7 +41,7 @@ class HostMeter:
         unmeasured: reasons of devices without a meter, by device.
     """
 
-    def __init__(self, meters: Sequence[Meter], unmeasured: dict[str, str]):
+    def __init__(self, meters: Sequence[DeviceMeter], unmeasured: dict[str, str]):
         self.meters, self.unmeasured = tuple(meters), dict(unmeasured)
         self._lock, self._end = threading.Lock(), threading.Event()
         self._values = dict.fromkeys((meter.name for meter in self.meters), 0.0)
@@ -63,7 +63,7 @@ class HostMeter:
             estimated = sum(self._values[meter.name] for meter in self.meters if meter.label == "estimated")
             return HostReading(sum(self._values.values()), estimated)
 
-    def _read(self, meter: Meter) -> None:
+    def _read(self, meter: DeviceMeter) -> None:
         try:
             self._values[meter.name] = meter.read()
         except Unmeasured as reason:

@@ -19,7 +19,7 @@ class NoRights(Exception):
     """Raised if this user may not set a limit."""
 
 
-class Limit(Protocol):
+class DeviceLimit(Protocol):
     """One limit of all devices of a run on this machine.
 
     Attributes:
@@ -187,7 +187,7 @@ def _write(file: Path, value: int) -> None:
         raise NoRights(f"{file}: {error.strerror}") from None
 
 
-def limit_of(kind: str, gpus: Sequence[str], sysfs: Path, nvml: Any = None) -> Limit:
+def limit_of(kind: str, gpus: Sequence[str], sysfs: Path, nvml: Any = None) -> DeviceLimit:
     """Return the limit to tune: "power" or "clock" of GPUs, "cpu", or "auto": power with GPUs, else cpu.
 
     Raises:

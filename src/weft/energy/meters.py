@@ -26,7 +26,7 @@ class Unmeasured(Exception):
     """Raised if a device's energy cannot be read. The message has the reason."""
 
 
-class Meter(Protocol):
+class DeviceMeter(Protocol):
     """Energy of one device.
 
     Attributes:
@@ -113,7 +113,7 @@ class _PowerSum:
 # CPU packages through RAPL.
 
 
-def package_meters(sysfs: Path, clock: Clock = time.monotonic) -> list[Meter]:
+def package_meters(sysfs: Path, clock: Clock = time.monotonic) -> list[DeviceMeter]:
     """Return a meter for each CPU package of the machine.
 
     Only the domains "package-N" are read: their subdomains (core, uncore) are parts of them, "psys" contains them, and
@@ -126,7 +126,7 @@ def package_meters(sysfs: Path, clock: Clock = time.monotonic) -> list[Meter]:
     Raises:
         Unmeasured: if there is no package, or one may not be read.
     """
-    found: dict[str, Meter] = {}
+    found: dict[str, DeviceMeter] = {}
     for folder in sorted((sysfs / "class" / "powercap").glob("intel-rapl:*")):
         if folder.name.count(":") != 1:
             continue
@@ -139,7 +139,7 @@ def package_meters(sysfs: Path, clock: Clock = time.monotonic) -> list[Meter]:
     return list(found.values())
 
 
-def _rapl(name: str, file: Path, range_j: float, clock: Clock) -> Meter:
+def _rapl(name: str, file: Path, range_j: float, clock: Clock) -> DeviceMeter:
     _read_joules(file)  # raises the reason if it is unreadable
     return _Counter(name, "RAPL counter", lambda: _read_joules(file), _MOST_PACKAGE_W, range_j, clock)
 
@@ -160,7 +160,7 @@ def _read_text(file: Path) -> str:
         raise Unmeasured(f"{file}: {error.strerror}") from None
 
 
-def package_estimate(watts: float, utilization: Callable[[], float], clock: Clock = time.monotonic) -> Meter:
+def package_estimate(watts: float, utilization: Callable[[], float], clock: Clock = time.monotonic) -> DeviceMeter:
     """Return an estimate of all CPU packages of a machine.
 
     Args:
@@ -175,7 +175,7 @@ def package_estimate(watts: float, utilization: Callable[[], float], clock: Cloc
 # GPUs through NVML.
 
 
-def gpu_meter(nvml: Any, uuid: str, rated_watts: float | None, clock: Clock = time.monotonic) -> Meter:
+def gpu_meter(nvml: Any, uuid: str, rated_watts: float | None, clock: Clock = time.monotonic) -> DeviceMeter:
     """Return a meter of one GPU: its energy counter, else a sum of power samples, else an estimate.
 
     Args:
@@ -250,9 +250,9 @@ def load_nvml() -> Any:
 
 def gpu_meters(
     nvml: Any, uuids: Sequence[str], rated_watts: float | None, clock: Clock = time.monotonic
-) -> tuple[list[Meter], dict[str, str]]:
+) -> tuple[list[DeviceMeter], dict[str, str]]:
     """Return a meter for each distinct GPU, and the reasons of GPUs without one, by UUID."""
-    found, reasons = list[Meter](), dict[str, str]()
+    found, reasons = list[DeviceMeter](), dict[str, str]()
     for uuid in dict.fromkeys(map(_full_name, uuids)):
         try:
             found.append(gpu_meter(nvml if nvml is not None else load_nvml(), uuid, rated_watts, clock))

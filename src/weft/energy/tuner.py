@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.energy.guard import Guarded
-from weft.energy.limits import Limit
+from weft.energy.limits import DeviceLimit
 from weft.energy.search import LimitSearch, Try
 
 #: Least saving of energy for which another value than the present one is chosen.
@@ -14,7 +14,7 @@ _WORTH = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenLimit:
     """Result of a tuning.
 
     Attributes:
@@ -32,12 +32,12 @@ class Choice:
 
 
 def tune(
-    limit: Limit,
+    limit: DeviceLimit,
     guarded: Guarded,
     measure: Callable[[int], Try],
     search: LimitSearch,
     report: Callable[[int, Try], None],
-) -> Choice:
+) -> ChosenLimit:
     """Try values of a limit and return the choice. The limit is restored by `guarded`, whose block must be entered.
 
     Args:
@@ -60,11 +60,11 @@ def tune(
     return choice(search)
 
 
-def choice(search: LimitSearch) -> Choice:
+def choice(search: LimitSearch) -> ChosenLimit:
     """Return the choice after the last try."""
     time, energy = search.predicted()
     value = search.best()
     at = search.values.index(value)
     if energy[at] > 1 - _WORTH:
-        return Choice(search.baseline, search.baseline, 1.0, 1.0, tuple(search.tries))
-    return Choice(value, search.baseline, float(time[at]), float(energy[at]), tuple(search.tries))
+        return ChosenLimit(search.baseline, search.baseline, 1.0, 1.0, tuple(search.tries))
+    return ChosenLimit(value, search.baseline, float(time[at]), float(energy[at]), tuple(search.tries))

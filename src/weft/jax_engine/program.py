@@ -87,6 +87,7 @@ class Sharding:
         return cls(plan, Mesh(grid, ("dp_replicate", "dp_shard", "ep", "tp")), layout)
 
     def named(self, *axes: Any) -> NamedSharding:
+        """Return the sharding of an array whose dims are sharded by these axes of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def layer(self, name: str, shape: Sequence[int]) -> list[Any]:
@@ -147,6 +148,9 @@ class Program:
         shapes: shapes of all parameters by name.
         blocks: paths of the model's repeated blocks, in order.
         keeps_gradients: steps also return the clipped gradients.
+
+    Raises:
+        PlanError: if the model's sizes do not fit the plan.
     """
 
     def __init__(

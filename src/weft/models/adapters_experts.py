@@ -20,7 +20,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,8 +122,8 @@ class AdaptedExperts(nn.Module):
 
     def times_adapted(self, name: str, x_RD: Tensor, ends: Ends) -> Tensor:
         """Return the product of rows sorted by expert with an adapted or quantized stack: `experts.times_stack`."""
-        look: Callable[[str], Any] = super().__getattr__
-        stored: Tensor = look(name)
+        look = cast("Callable[[str], Tensor]", super().__getattr__)
+        stored = look(name)
         form, own, scale = self._weft_packed.get(name), self._adapter_of(name), self._weft_adapter.scale
         is_transposed = bool(getattr(self, "is_transposed", False))
         if form is None:
@@ -144,7 +144,7 @@ class AdaptedExperts(nn.Module):
         """Return the adapter's parameters on a stack by the ends of their names, or {} without one or if it is off."""
         if not self._weft_is_on or name not in self._weft_stacks:
             return {}
-        look: Callable[[str], Any] = super().__getattr__
+        look = cast("Callable[[str], Tensor]", super().__getattr__)
         ends = EXPERT_PARAMS if self._weft_adapter.kind == "dora" else EXPERT_PARAMS[:2]
         return {end: look(f"{name}{end}") for end in ends}
 

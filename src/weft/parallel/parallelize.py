@@ -239,6 +239,13 @@ def shard(run: Application) -> dict[str, Placement]:
     return run.placements
 
 
+def _full_samples(model: nn.Module, replica: Mesh, example: Any) -> FullSamplesPlan | None:
+    chosen = choose_full_samples(model, replica, example)
+    if chosen is not None:
+        refuse_balance(model, replica.plan.cp)
+    return chosen
+
+
 def _apply(techniques: Sequence[Technique], run: Application) -> None:
     for technique in techniques:
         if technique.when is None or technique.when(run):
@@ -289,9 +296,7 @@ def parallelize(
     if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(message, WeftWarning, stacklevel=3)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
-    run.full_samples = choose_full_samples(model, replica, example) if placements is None else None
-    if run.full_samples is not None:
-        refuse_balance(model, run.plan.cp)
+    run.full_samples = _full_samples(model, replica, example) if placements is None else None
     _apply(PREPARE, run)
     if placements is None:
         shard(run)

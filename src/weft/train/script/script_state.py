@@ -32,11 +32,12 @@ from weft.train.generating import complete, limits_of
 from weft.train.loop.checkpointer import Checkpointer, Save
 from weft.train.losses import LossFn
 from weft.train.microbatches import ForwardFn, call_model
-from weft.train.model_state import adapter_state, copied, full_tensors, resume, state_slices, written
+from weft.train.model_state import adapter_state, copied, resume, state_slices, written
 from weft.train.script.script_export import Ema, export_adapter, export_pretrained, moving_average
 from weft.train.state_io import on_each, rank_group
 from weft.train.step.evaluation import mean_loss
 from weft.train.step.train_step import TrainStep
+from weft.train.whole_copy import full_tensors
 
 
 @dataclass(frozen=True, slots=True)
