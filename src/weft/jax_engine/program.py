@@ -87,6 +87,7 @@ class Sharding:
         return cls(plan, Mesh(grid, ("dp_replicate", "dp_shard", "ep", "tp")), layout)
 
     def named(self, *axes: Any) -> NamedSharding:
+        """Return the sharding of an array with these mesh axes for its dims."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def layer(self, name: str, shape: Sequence[int]) -> list[Any]:
@@ -147,6 +148,9 @@ class Program:
         shapes: shapes of all parameters by name.
         blocks: paths of the model's repeated blocks, in order.
         keeps_gradients: steps also return the clipped gradients.
+
+    Raises:
+        PlanError: if the plan recomputes blocks and the model has no repeated blocks.
     """
 
     def __init__(

@@ -389,7 +389,7 @@ class Verifier:
 
 
 @dataclass(slots=True)
-class Answer:
+class RankAnswer:
     """Results of one rank."""
 
     losses: list[float]
@@ -399,7 +399,7 @@ class Answer:
     num_compared: int = 0
 
 
-def judge(verdict: Verdict, answers: list[Answer]) -> None:
+def judge(verdict: Verdict, answers: list[RankAnswer]) -> None:
     """Fill in a verdict from the answers of all ranks."""
     verdict.loss, verdict.grad_norm = answers[0].losses, answers[0].grad_norms
     every = [difference for answer in answers for difference in answer.differences]
@@ -465,12 +465,12 @@ def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _compare_on_rank(subject: Subject, plan: str, reference: Reference, watch: Watch | None = None) -> Answer:
+def _compare_on_rank(subject: Subject, plan: str, reference: Reference, watch: Watch | None = None) -> RankAnswer:
     """Train and compare on each rank. Raises WeftError if the plan cannot be applied to the model."""
     return compare(subject, reference, lambda case, see: train_case(plan, case, see, watch))
 
 
-def compare(subject: Subject, reference: Reference, train: Callable[[BuiltCase, See], ParityResult]) -> Answer:
+def compare(subject: Subject, reference: Reference, train: Callable[[BuiltCase, See], ParityResult]) -> RankAnswer:
     """Train the subject with `train`, which passes gradients and weights to its second argument, and compare."""
     tolerance = TOLERANCES[subject.settings.dtype]
     found: list[Difference] = []
@@ -493,10 +493,10 @@ def compare(subject: Subject, reference: Reference, train: Callable[[BuiltCase, 
     for what, _, name in (key.partition("/") for key in sorted(missing)):
         found.append(Difference(what, name, float("inf"), tolerance.tensor))
     found += number_differences(result, reference.losses, reference.grad_norms, tolerance)
-    return Answer(result.losses, result.grad_norms, found)
+    return RankAnswer(result.losses, result.grad_norms, found)
 
 
-def _trace_on_rank(subject: Subject, plan: str, reference: Reference) -> Answer:
+def _trace_on_rank(subject: Subject, plan: str, reference: Reference) -> RankAnswer:
     with safe_open(Path(reference.folder) / "outputs.safetensors", "pt") as file:
         names = [name.split("\n") for name in json.loads(file.metadata()["names"])]
         outputs = {
