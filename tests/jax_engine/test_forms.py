@@ -28,6 +28,7 @@ def test_loss_and_gradients(name: str) -> None:
         captured = capture(model, function, batch)
         loss, count = function(model, batch)
         loss.backward()
+    loss = loss.detach()
 
     inputs = captured.inputs(batch, dict(model.named_buffers()))
 
