@@ -62,7 +62,7 @@ def torch_step(spec: DecoderSpec, batch: Mapping[str, torch.Tensor], *, compiled
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss / count)
+        return float((loss / count).detach())
 
     return step
 

@@ -25,7 +25,7 @@ ALLOWED = frozenset(
         "ReadableBuffer",  # of _typeshed, which only type checkers have
         *("_replace", "_fields"),  # named tuples
         *("_live_render", "_shape"),  # rich
-        "_attn_implementation_internal",  # transformers
+        *("_attn_implementation_internal", "_experts_implementation"),  # transformers
         *("Store", "PrefixStore", "TCPStore"),  # public in torch.distributed, but not exported to type checkers
         "_getitem",  # a method of one of Weft's classes that another one extends
     }
@@ -37,6 +37,8 @@ LEFT_OUT = ("verify/oracles.py", "hf/")
 NAMES: dict[str, tuple[str, ...] | None] = {
     "torch.Tensor._backward_hooks": None,
     "torch.Tensor._base": None,
+    "torch._ops.HigherOrderOperator": None,
+    "torch._ops.OpOverload": None,
     "torch.Tensor._version": None,
     "torch.Tensor._make_wrapper_subclass": None,
     "torch.UntypedStorage._cdata": None,

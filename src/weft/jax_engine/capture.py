@@ -22,10 +22,18 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from weft.errors import ModelError
 from weft.jax_engine.operators import DTYPES, FORMS
+from weft.jax_engine.private_torch import (
+    OVERLOAD,
+    choose_experts,
+    has_experts,
+    is_operator,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 Arrays = dict[str, Any]
 #: Operators that stay undivided, because JAX has one function for each.
@@ -119,7 +127,7 @@ class _WithLoss(nn.Module):
         self.model, self._function, self._spec = model, function, spec
 
     def forward(self, *leaves: Any) -> Any:
-        return self._function(self.model, pytree.tree_unflatten(list(leaves), self._spec))
+        return self._function(self.model, tree_unflatten(list(leaves), self._spec))
 
 
 @dataclass(slots=True)
@@ -161,7 +169,7 @@ class Captured:
 
         batch: a tree with the structure and shapes of the captured batch.
         """
-        leaves = pytree.tree_leaves(batch)
+        leaves = tree_leaves(batch)
         groups = {"buffer": buffers, "constant": {name: to_tensor(one) for name, one in self.constants.items()}}
         known: dict[Node, Any] = {}
 
@@ -272,7 +280,7 @@ def _regions(lines: Sequence[Node], blocks: Sequence[str]) -> list[tuple[int, in
 
 def _name(node: Node) -> str:
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OVERLOAD):
         return getattr(target, "__name__", str(target))
     return target.name().replace("::", ".").partition(".")[0] + "." + target.name().split("::")[1].split(".")[0]
 
@@ -303,7 +311,7 @@ def capture(
     Raises:
         ModelError: if export fails, or if operators have no JAX form; the message lists all of these.
     """
-    leaves, spec = pytree.tree_flatten(batch)
+    leaves, spec = tree_flatten(batch)
     unknown: dict[str, str] = {}
     with _known_functions(unknown), _exportable(model), _silent():
         try:
@@ -419,21 +427,18 @@ def to_tensor(array: Any) -> torch.Tensor:
 def _exportable(model: nn.Module) -> Iterator[None]:
     """Make transformers multiply experts as groups: its loop over chosen experts has data-dependent shapes."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    chosen = [one for one in configs.values() if hasattr(one, "_experts_implementation")]
-    before = [(one, one._experts_implementation) for one in chosen]
-    for one in chosen:
-        one._experts_implementation = "grouped_mm"
+    before = [(one, choose_experts(one, "grouped_mm")) for one in configs.values() if has_experts(one)]
     try:
         yield
     finally:
         for one, choice in before:
-            one._experts_implementation = choice
+            choose_experts(one, choice)
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Hide export's warnings and its log of the graph, which errors repeat in one sentence."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._export", "torch")]
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch")]
     before = [one.level for one in loggers]
     try:
         for one in loggers:
@@ -490,10 +495,9 @@ def _problems(graph: GraphModule) -> list[str]:
         if node.op != "call_function":
             continue
         where = f"({_path(node) or 'the model'}, {_line(node)})"
-        is_aten = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
-        if is_aten and _name(node) not in FORMS:
+        if is_operator(node.target) and _name(node) not in FORMS:
             found.setdefault(f"{_name(node)} {where}")
-        elif any(_is_symbolic(one) for one in pytree.tree_leaves(node.meta.get("val"))):
+        elif any(_is_symbolic(one) for one in tree_leaves(node.meta.get("val"))):
             found.setdefault(f"{_name(node)} with a data-dependent shape {where}")
     return list(found)
 

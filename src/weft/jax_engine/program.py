@@ -87,7 +87,7 @@ class Sharding:
         return cls(plan, Mesh(grid, ("dp_replicate", "dp_shard", "ep", "tp")), layout)
 
     def named(self, *axes: Any) -> NamedSharding:
-        """Return the sharding of an array whose dims are sharded by these axes of the mesh."""
+        """Return the sharding of an array with these mesh axes for its dims."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def layer(self, name: str, shape: Sequence[int]) -> list[Any]:
@@ -150,7 +150,7 @@ class Program:
         keeps_gradients: steps also return the clipped gradients.
 
     Raises:
-        PlanError: if the model's sizes do not fit the plan.
+        PlanError: if the plan recomputes blocks and the model has no repeated blocks.
     """
 
     def __init__(
