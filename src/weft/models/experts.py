@@ -308,9 +308,8 @@ def run_gated(experts: Any, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     experts: a module for which `inspect.hugging_face.has_gated_experts` is True. ends_E: cumulative row counts.
     """
     ends = host_group_ends(ends_E, *stacks_of(experts))
-    hidden_RF = experts._apply_gate(
-        _with_bias(experts, "gate_up_proj", times_stack(experts, "gate_up_proj", x_RD, ends), ends_E)
-    )
+    gate: Callable[[Tensor], Tensor] = getattr(experts, "_apply_gate")  # noqa: B009 (transformers' name)
+    hidden_RF = gate(_with_bias(experts, "gate_up_proj", times_stack(experts, "gate_up_proj", x_RD, ends), ends_E))
     return _with_bias(experts, "down_proj", times_stack(experts, "down_proj", hidden_RF, ends), ends_E)
 
 
