@@ -15,7 +15,7 @@ B sequences, T tokens per sequence on this rank, S tokens per sequence in total,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
