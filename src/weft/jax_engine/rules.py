@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from weft.config.plan import Plan
 from weft.errors import PlanError, Problem
@@ -33,6 +34,13 @@ _RULES: tuple[_Rule, ...] = (
 )  # fmt: skip
 
 
+#: Fields that the engine uses, and fields of pipelines and context parallelism, which need pp or cp above 1.
+_USED = frozenset({
+    "dp_replicate", "dp_shard", "tp", "ep", "zero", "sp", "accumulation",
+    "cp_mode", "schedule", "microbatches", "virtual_stages", "split",
+})  # fmt: skip
+
+
 def problems(plan: Plan) -> list[Problem]:
     """Return a sentence for each field of the plan that the JAX engine cannot use."""
     found = []
@@ -41,6 +49,12 @@ def problems(plan: Plan) -> list[Problem]:
             value = getattr(plan, field)
             shown = "+".join(value) if isinstance(value, tuple) else "on" if value is True else value
             found.append(Problem(f"plan.{field}", f"{field}={shown}: under engine=jax, {rule}. Use {remedy}."))
+    ruled = {field for field, *_ in _RULES}
+    for field in fields(Plan):
+        value = getattr(plan, field.name)
+        if field.name not in ruled | _USED and value != field.default:
+            text = f"{field.name}={value}: engine=jax does not have it. Use {field.name}={field.default}."
+            found.append(Problem(f"plan.{field.name}", text))
     return found
 
 
