@@ -15,7 +15,7 @@ import typer
 
 from weft.cli.console import print_line, progress_report
 from weft.errors import ConfigError, DataError
-from weft.pools.pool import Pool, failure_text
+from weft.pools.pool import Pool, failure_text, refuse_malformed_name
 from weft.pools.task_folder import TaskFolder, open_folder
 from weft.units import counted, format_seconds
 
@@ -37,8 +37,7 @@ def map_items(
     gpus: Annotated[int, typer.Option(help="GPUs of a worker.", show_default="none assigned")] = 0,
 ) -> None:
     """Call a function with each line of a file. The same command again does only the tasks that have no result."""
-    if ":" not in function or not function.rpartition(":")[2].isidentifier():
-        raise ConfigError(f"function={function}: it has no function's name. Write package.module:function.")
+    refuse_malformed_name(function)
     place = out or Path("maps") / f"{function.rpartition(':')[2]}-{over.stem}"
     for one in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(one) == signal.SIG_DFL:
