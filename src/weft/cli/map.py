@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from weft.cli.console import print_line, progress_report
+from weft.cli.console import interrupt_on_signals, print_line, progress_report
 from weft.errors import ConfigError, DataError
 from weft.pools.pool import Pool, failure_text, refuse_malformed_name
 from weft.pools.task_folder import TaskFolder, open_folder
@@ -39,9 +37,7 @@ def map_items(
     """Call a function with each line of a file. The same command again does only the tasks that have no result."""
     refuse_malformed_name(function)
     place = out or Path("maps") / f"{function.rpartition(':')[2]}-{over.stem}"
-    for one in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(one) == signal.SIG_DFL:
-            signal.signal(one, _interrupt)
+    interrupt_on_signals()
     pool = Pool(on, cores=cores, gpus=gpus, timeout=timeout, retries=retries, retry_errors=retry_errors)
     began = time.monotonic()
     with pool, open_folder(place, function, read_items(over)) as folder:
@@ -65,10 +61,6 @@ def map_items(
         if folder.num_failed:
             print(failure_text(folder.outcomes()), file=sys.stderr)
             raise typer.Exit(1)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(128 + signum)
 
 
 def _reporter(progress: Any) -> Any:
