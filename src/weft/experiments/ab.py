@@ -354,9 +354,8 @@ def verdict(comparison: PairedComparison, results: Sequence[PairResult]) -> str:
     estimate, measure = estimate_of(comparison, results), comparison.measure
     unit = f" {measure.unit}" if measure.unit else ""
     pairs = f"{estimate.num_pairs} pairs"
-    size = (
-        f"{_digits(abs(estimate.mean), 3)} ± {_digits(estimate.half_width, 2)}{unit} of {measure.name} (95 %, {pairs})"
-    )
+    reach = f"± {_digits(estimate.half_width, 2)}{unit}"
+    size = f"{_digits(abs(estimate.mean), 3)} {reach} of {measure.name} (95 %, {pairs})"
     if estimate.is_constant and estimate.mean == 0:
         text = f"A and B have the same {measure.name} in each of {pairs}"
     elif estimate.is_constant and not estimate.is_different:
@@ -370,7 +369,7 @@ def verdict(comparison: PairedComparison, results: Sequence[PairResult]) -> str:
         text = f"{'B' if b_is_better else 'A'} is better by {size}"
     else:
         sign, value = "-" if estimate.mean < 0 else "+", _digits(abs(estimate.mean), 3)
-        text = f"no difference found: B - A is {sign}{value} ± {_digits(estimate.half_width, 2)}{unit} (95 %, {pairs})"
+        text = f"no difference found: B - A is {sign}{value} {reach} (95 %, {pairs})"
     return f"{text}; {_speed(results)}."
 
 
