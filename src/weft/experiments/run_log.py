@@ -128,8 +128,8 @@ class RunLog:
             if self.energy_j is None:
                 raise ConfigError(
                     f"--at energy: {self.folder} has no complete reading of energy. `weft energy meters` lists the "
-                    "reasons; energy.cpu_watts or energy.gpu_watts makes an estimate. Delete the folder to repeat a run "
-                    "that was killed, or use --at tokens or --at time."
+                    "reasons; energy.cpu_watts or energy.gpu_watts makes an estimate. Delete the folder to repeat a "
+                    "run that was killed, or use --at tokens or --at time."
                 )
             return [self.energy_j * (at + 1) / len(self.steps) for at in range(len(self.steps))]
         if axis == "time":

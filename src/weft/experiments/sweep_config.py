@@ -158,6 +158,9 @@ def read_sweep(path: Path, on: str | None = None) -> SweepConfig:
     parameters = [found for key, value in settings_of_search if (found := _parameter(key, value, problems))]
     if sampler == "grid":
         problems += _grid_problems(parameters)
+        num_points = math.prod(len(one.grid()) for one in parameters)
+        trials = min(num_points, trials if "trials" in tables else _MAX_TRIALS)  # more would repeat points
+        batch = min(batch, trials) if "batch" in tables else trials
     if problems:
         raise ConfigError([Problem(one.field, one.message, str(path)) for one in problems])
     file = path.parent / base_path if base_path else None
