@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from weft.cli.app import run
+from weft.config.run_config import RunConfig
+from weft.errors import ConfigError
 from weft.experiments import statistics
-from weft.experiments.ab import PairResult, _speed
+from weft.experiments.ab import PairedComparison, PairResult, Runner, _speed, is_decided, verdict, write_result
 from weft.experiments.run_log import Measure, RunLog
 from weft.experiments.statistics import fixed, sequential
 
@@ -81,10 +83,24 @@ def test_sequential_interval_shrinks_and_starts_infinite() -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(widths))
 
 
-def test_equal_differences_have_an_interval_of_width_zero() -> None:
-    assert fixed([0.0, 0.0, 0.0]).half_width == 0
-    assert not fixed([0.0, 0.0]).is_different
-    assert fixed([0.5, 0.5]).is_different
+def test_equal_differences_decide_only_by_their_sign_flips() -> None:
+    # Differences of accuracies over ten records, equal up to rounding.
+    ties = [0.8 - 0.7, 0.7 - 0.6, 0.6 - 0.5, 0.9 - 0.8, 0.4 - 0.3, 0.5 - 0.4]
+    for interval in (fixed, sequential):
+        assert not interval([0.0] * 6).is_different
+        assert not interval(ties[:5]).is_different
+        assert interval(ties).is_different
+        assert interval(ties).is_constant
+
+
+def test_looking_at_few_records_keeps_the_error_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_sign_flips", lambda _: math.nan)
+    draw, wrong = random.Random(1), 0
+    for _ in range(200):
+        right = [[sum(draw.random() < 0.7 for _ in range(10)) / 10 for _ in range(20)] for _ in "ab"]
+        differences = [b - a for a, b in zip(*right, strict=True)]
+        wrong += any(sequential(differences[:num]).is_different for num in range(2, 21))
+    assert wrong <= 10
 
 
 # Measures.
@@ -129,8 +145,52 @@ def test_energy_of_productive_steps(tmp_path: Path) -> None:
 def test_speed_and_energy_in_the_verdict() -> None:
     clear = [PairResult((1, 2), (1.0, 1.04), (100.0, 98.0)), PairResult((1, 2), (1.0, 1.0402), (100.0, 98.01))]
     assert _speed(clear) == "B is 4 % slower; 2 % less energy"
+    slow = [PairResult((1, 2), (1.0, 2.5 + n / 100), None if n else (1.0, 2.0)) for n in range(3)]
+    assert _speed(slow) == "B is 150 % slower; energy unmeasured in 2 of 3 pairs"
+    rated = [PairResult((1, 2), (1.0, 1.04), (100.0, 98.0), "estimated")] * 2
+    assert _speed(rated) == "B is 4 % slower; 2 % less energy (estimated)"
     noisy = [PairResult((1, 2), (1.0, 1.04)), PairResult((1, 2), (1.0, 0.2))]
     assert _speed(noisy) == "speed varies too much to be compared in 2 pairs"
+
+
+def comparison_of(metric: str, pairs: int = 5, until: float | None = None) -> PairedComparison:
+    return PairedComparison(RunConfig(), RunConfig(), Measure.of(metric), "tokens", pairs, until, other_seeds=True)
+
+
+def test_the_verdict_on_equal_and_on_large_differences() -> None:
+    ties = [PairResult((0.7, 0.8), (1.0, 1.0))] * 5
+    assert verdict(comparison_of("eval.accuracy"), ties) == (
+        "undecided: B - A is +0.1 of eval.accuracy in each of 5 pairs, and equal differences decide from 6 pairs on; "
+        "no difference in speed found (+0.0 ± 0.0 %)."
+    )
+    assert not is_decided(comparison_of("eval.accuracy", until=0.5), sequential([0.0, 0.0]))
+    fast = [PairResult((20_000.0, 32_345.0 + n), (1.0, 1.0)) for n in range(3)]
+    assert verdict(comparison_of("tokens_per_s"), fast).startswith("B is better by 12,300 ± 2.5")
+
+
+def test_energy_with_gaps_is_not_compared(tmp_path: Path) -> None:
+    write_run(tmp_path, [5.0] * 10, {10: 3.0})
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    readings = [{"event": "energy", "step": step, "time": 2.0 * step, "energy_j": 100.0 * step} for step in (0, 5)]
+    restart = {"event": "start", "step": 8, "time": 16.5}  # after a kill; steps 6 to 8 have no reading
+    events = sorted([*events, *readings, restart], key=lambda event: (event["time"], event["event"] == "energy"))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    log = RunLog.read(tmp_path)
+    assert log.energy_j is None
+    with pytest.raises(ConfigError, match="has no complete reading of energy"):
+        log.total("energy")
+
+
+def test_the_number_of_pairs_stays_after_a_verdict(tmp_path: Path) -> None:
+    results = [PairResult((1.0, 2.0 + n), (1.0, 1.0)) for n in range(3)]
+    write_result(tmp_path, comparison_of("loss", 3), results)
+    Runner(comparison_of("loss", 3), tmp_path, keep=False, report=print).refuse_more_pairs()
+    Runner(comparison_of("loss", 9, until=0.1), tmp_path, keep=False, report=print).refuse_more_pairs()
+    with pytest.raises(ConfigError, match=r"--pairs 9: .* has a verdict of --pairs 3, and the interval"):
+        Runner(comparison_of("loss", 9), tmp_path, keep=False, report=print).refuse_more_pairs()
+    write_result(tmp_path, comparison_of("loss", 9, until=0.1), results)
+    with pytest.raises(ConfigError, match=r"--pairs 3: .* has a verdict of --until"):
+        Runner(comparison_of("loss", 3), tmp_path, keep=False, report=print).refuse_more_pairs()
 
 
 # Refusals.
@@ -148,12 +208,14 @@ def test_speed_and_energy_in_the_verdict() -> None:
         (["small.toml", "--aa", "--metric", "evl.loss"], "Did you mean 'eval.loss'?"),
         (["small.toml", "--aa", "--metric", "eval.mine"], "Add --best lowest or --best highest"),
         (["small.toml", "--", "train.seq_len=16", "--", "train.seq_len=8"], "train.seq_len differs"),
-        (["small.toml", "--", "tokenizer.kind=bpe", "--", "seed=1"], "Use --metric eval.bits_per_byte"),
-        (["small.toml", "--", "data.holdout=0.1", "--", "seed=1"], "Set the same data.eval in both"),
-        (["small.toml", "--", "data.packing=pad", "--", "seed=1"], "data.packing differs"),
-        (["small.toml", "--metric", "loss", "--", "data.holdout=0.1", "--", "seed=1"], "data.holdout differs"),
-        (["small.toml", "--", "train.max_time=3h", "--", "seed=1"], "a run that ends early cannot be compared"),
-        (["small.toml", "--", "optimizer.lrr=1", "--", "seed=1"], "Did you mean 'optimizer.lr'?"),
+        (["small.toml", "--", "tokenizer.kind=bpe", "--", "optimizer.lr=1"], "Use --metric eval.bits_per_byte"),
+        (["small.toml", "--", "data.holdout=0.1", "--", "optimizer.lr=1"], "Set the same data.eval in both"),
+        (["small.toml", "--", "data.packing=pad", "--", "optimizer.lr=1"], "data.packing differs"),
+        (["small.toml", "--metric", "loss", "--", "data.holdout=0.1", "--", "optimizer.lr=1"], "data.holdout differs"),
+        (["small.toml", "--", "train.max_time=3h", "--", "optimizer.lr=1"], "a run that ends early cannot be compared"),
+        (["small.toml", "--", "seed=1", "--", "optimizer.lr=1"], "seed=1 in A and 0 in B: the runs of a pair share"),
+        (["small.toml", "--aa", "--until", "0.1", "--pairs", "2"], "--pairs 2: --until needs at least 3 pairs"),
+        (["small.toml", "--", "optimizer.lrr=1", "--", "optimizer.lr=1"], "Did you mean 'optimizer.lr'?"),
     ],
 )
 def test_refusals(

@@ -133,6 +133,10 @@ REFUSED = {
     '[search]\n"plan" = ["tp=2 zero=9", "tp=3"]': "search.plan: plan.tp=3: the model has 8 heads,",
     'sampler = "grid"\n[search]\n"seed" = {low = 0, high = 999_999_999}': "the grid has more than",
     'sampler = "grid"\n[search]\n"optimizer.lr" = {low = 1e-4, high = 1e-2}': "a grid needs choices or a step.",
+    SEARCH + "optimizer.lr = [1e-4, 1e-3]\n": "search.optimizer.lr: search.optimizer.lr sets it, too. Remove one",
+    '[search]\nplan = ["tp=2", "tp=1"]\nplan.tp = [1, 2]\n': "it is not TOML",
+    '[search]\nplan = ["tp=2", "tp=1"]\n"plan.tp" = [1, 2]\n': "search.plan.tp: search.plan sets it, too.",
+    "[budget]\nmoney = 5\nprice = 2.5\n" + SEARCH: "a price is a number, a currency and a time",
     'sampler = "tpee"\n' + SEARCH: "it must be tpe, random, grid, qmc. Did you mean 'tpe'?",
     "trails = 3\n" + SEARCH: "trails: a sweep has no such key. Did you mean 'trials'?",
     "trials = 0\n" + SEARCH: "trials=0: it must be a whole number from 1 to 10000. Use trials = 16.",
@@ -242,3 +246,19 @@ def test_the_command_prints_a_table_and_refuses_in_sentences(tmp_path, monkeypat
     assert capsys.readouterr().out.splitlines()[:5] == shown.out.splitlines()[:5]
     assert run(["sweep", str(file), "--out", "other", "--on", "lokal"]) == 2
     assert "on=lokal: it has no engine 'lokal'. Did you mean 'local'?" in capsys.readouterr().err
+
+
+def test_a_grid_repeats_no_point_and_dotted_keys_need_no_quotes(tmp_path):
+    text = 'settings = ["train.steps=8"]\nsampler = "grid"\nTRIALS[search]\noptimizer.lr = [1e-4, 1e-3]\n'
+    text += "train.global_batch = {low = 8, high = 10}\n"
+    for trials, number in (("", 6), ("trials = 99\n", 6), ("trials = 4\n", 4)):
+        config = read_sweep(file_of(tmp_path, text.replace("TRIALS", trials)))
+        assert [one.key for one in config.parameters] == ["optimizer.lr", "train.global_batch"]
+        assert (config.trials, config.batch) == (number, number)
+
+
+def test_a_budget_below_one_rung_is_refused(tmp_path):
+    for budget in ("steps = 3", 'time = "0s"'):
+        text = LENGTH + f"trials = 2\n[budget]\n{budget}\n" + SEARCH
+        with pytest.raises(ConfigError, match=r"so no trial was trained\. Increase the budget\."):
+            sweep(file_of(tmp_path, text), tmp_path / "out")

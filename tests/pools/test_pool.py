@@ -47,7 +47,22 @@ def test_any_executor_serves_and_stays_open(executor):
 
 
 def test_failures_leave_other_tasks_alone(tmp_path):
-    kinds = ["ok", "raise", "exit", "die", "hang", "fork", "set", "nan", "keys", "deep", "close", "print", "after"]
+    kinds = [
+        "ok",
+        "raise",
+        "exit",
+        "die",
+        "hang",
+        "fork",
+        "set",
+        "nan",
+        "keys",
+        "deep",
+        "long",
+        "close",
+        "print",
+        "after",
+    ]
     with weft.pool("local:3", timeout=2, retries=1) as pool, pytest.raises(TasksFailed) as caught:
         pool.map(work.misbehave, kinds, tmp_path)
     by_kind = {kinds[index]: text for index, text in caught.value.errors.items()}
@@ -60,9 +75,11 @@ def test_failures_leave_other_tasks_alone(tmp_path):
         "nan": "result[0] is nan, which JSON lacks. Return numbers, texts, lists and dicts with text keys.",
         "keys": "result['a'] has the key 1 of type int, which JSON lacks. "
         "Return numbers, texts, lists and dicts with text keys.",
-        "deep": by_kind["deep"],
+        "deep": "result is nested too deep or contains itself, which JSON lacks. "
+        "Return numbers, texts, lists and dicts with text keys.",
+        "long": "result is an integer of 16,610 bits, which JSON lacks. "
+        "Return numbers, texts, lists and dicts with text keys.",
     }
-    assert "recursion" in by_kind["deep"]
     expected = [None if kind in by_kind else kind for kind in kinds]
     assert caught.value.results == expected
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -168,8 +185,18 @@ def test_functions_without_a_name_are_refused():
         for function in (lambda x: x, test_two_commands_on_one_folder.__call__, type("C", (), {"f": work.square})().f):
             with pytest.raises(ConfigError, match="Define it with def at the top of a module or script"):
                 pool.map(function, [1])
-        with pytest.raises(ConfigError, match=r"items\[1\]: it is a set, which JSON lacks"):
-            pool.map(work.square, [1, {2}])
+        endless: list[object] = []
+        endless.append(endless)
+        for item, said in (
+            ({2}, "it is a set"),
+            (10**5000, "it is an integer of 16,610 bits"),
+            (endless, "it is nested too deep"),
+        ):
+            with pytest.raises(ConfigError, match=rf"items\[1\]: {said}"):
+                pool.map(work.square, [1, item])
+        for name in ("tests.pools.work", "", ":f", "tests.pools.work:A.f"):
+            with pytest.raises(ConfigError, match=r"it has no function's name. Write package.module:function"):
+                pool.map(name, [1])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +204,9 @@ def test_functions_without_a_name_are_refused():
     [
         ({"on": "lokal:2"}, "on=lokal:2: it has no engine 'lokal'. Did you mean 'local'? Write local:4"),
         ({"on": "local:x"}, "on=local:x: the number of workers must be from 1 to 9999"),
+        ({"on": 4}, "on=4: it must be a text or an executor. Use on='local:4'."),
         ({"on": "local:64", "cores": 1000}, "cores=1000: 64 workers of 1000 cores do not fit"),
+        ({"on": "local:1", "cores": 9999}, "of this machine. Use at most --cores "),
         ({"on": "local:1", "gpus": 2}, "gpus=2: 1 worker of 2 GPUs do not fit the 0 of this machine. Leave out --gpus"),
         ({"on": "slurm:gpu"}, "jobs of Slurm need a time limit. Add --timeout 1h"),
         ({"on": "slurm:", "timeout": "1h"}, "it needs a partition"),

@@ -44,7 +44,8 @@ def misbehave(kind: str) -> Any:
         print("the end")
     if kind == "close":
         sys.stdout.close()
-    return {"set": {1}, "nan": [float("nan")], "keys": {"a": {1: 2}}, "deep": _deep()}.get(kind, kind)
+    odd = {"set": {1}, "nan": [float("nan")], "keys": {"a": {1: 2}}, "deep": _deep(), "long": 10**5000}
+    return odd.get(kind, kind)
 
 
 def _deep() -> list[Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from weft.cli.console import print_line, split_words, table
+from weft.cli.console import interrupt_on_signals, print_line, split_words, table
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ GROUPS = "::"
 _MOST_PAIRS = 1000
 #: Largest number of pairs with --until if --pairs is not given.
 _UNTIL_PAIRS = 20
+#: Pairs from which on the interval of --until is finite.
+_FEWEST_UNTIL = 3
 
 
 def ab(
@@ -77,7 +79,13 @@ def ab(
     a, b = read_configs(words, aa)
     measure = Measure.of(metric or default_metric(a, b), best)
     comparison = PairedComparison(a, b, measure, at, _num_pairs(pairs, until), until, other_seeds=aa)
-    _compare(comparison, folder or Path(a.run.dir) / f"ab-{a.run.name}", keep_checkpoints, as_json)
+    place = folder or Path(a.run.dir) / f"ab-{a.run.name}"
+    interrupt_on_signals()
+    try:
+        _compare(comparison, place, keep_checkpoints, as_json)
+    except KeyboardInterrupt as stopped:
+        print_line(f"stopped. The same command continues the comparison in {place}.")
+        raise typer.Exit(stopped.args[0] if stopped.args else 130) from None
 
 
 def _compare(comparison: PairedComparison, folder: Path, keep_checkpoints: bool, as_json: bool) -> None:
@@ -152,6 +160,8 @@ def _num_pairs(pairs: int | None, until: float | None) -> int:
     number = pairs if pairs is not None else (_UNTIL_PAIRS if until is not None else 5)
     if not 2 <= number <= _MOST_PAIRS:
         raise ConfigError(f"--pairs {number}: an interval needs 2 to {_MOST_PAIRS} pairs. Use e.g. --pairs 5.")
+    if until is not None and number < _FEWEST_UNTIL:
+        raise ConfigError(f"--pairs {number}: --until needs at least {_FEWEST_UNTIL} pairs. Use e.g. --pairs 20.")
     return number
 
 

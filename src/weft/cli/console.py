@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from weft import env
@@ -24,6 +26,17 @@ def paint(text: str, style: str, stream: TextIO) -> str:
     """Return `text` in a style of this module, if the stream shows colours."""
     shows_colours = stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
     return f"\033[{_STYLES[style]}m{text}\033[0m" if shows_colours else text
+
+
+def interrupt_on_signals() -> None:
+    """Raise KeyboardInterrupt(exit code) on SIGTERM and SIGHUP, unless they have another handler."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(128 + signum)
+
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(one) == signal.SIG_DFL:
+            signal.signal(one, interrupt)
 
 
 def print_line(text: str) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from weft.cli.console import print_line, progress_report
+from weft.cli.console import interrupt_on_signals, print_line, progress_report
 from weft.errors import ConfigError, DataError
-from weft.pools.pool import Pool, failure_text
+from weft.pools.pool import Pool, failure_text, refuse_malformed_name
 from weft.pools.task_folder import TaskFolder, open_folder
 from weft.units import counted, format_seconds
 
@@ -37,12 +35,9 @@ def map_items(
     gpus: Annotated[int, typer.Option(help="GPUs of a worker.", show_default="none assigned")] = 0,
 ) -> None:
     """Call a function with each line of a file. The same command again does only the tasks that have no result."""
-    if ":" not in function or not function.rpartition(":")[2].isidentifier():
-        raise ConfigError(f"function={function}: it has no function's name. Write package.module:function.")
+    refuse_malformed_name(function)
     place = out or Path("maps") / f"{function.rpartition(':')[2]}-{over.stem}"
-    for one in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(one) == signal.SIG_DFL:
-            signal.signal(one, _interrupt)
+    interrupt_on_signals()
     pool = Pool(on, cores=cores, gpus=gpus, timeout=timeout, retries=retries, retry_errors=retry_errors)
     began = time.monotonic()
     with pool, open_folder(place, function, read_items(over)) as folder:
@@ -66,10 +61,6 @@ def map_items(
         if folder.num_failed:
             print(failure_text(folder.outcomes()), file=sys.stderr)
             raise typer.Exit(1)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(128 + signum)
 
 
 def _reporter(progress: Any) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
-from weft.cli.console import print_line, table
+from weft.cli.console import interrupt_on_signals, print_line, table
 
 
 def sweep(
@@ -27,9 +25,7 @@ def sweep(
 
     import_optuna()
     config, folder = read_sweep(file, on), out or Path("sweeps") / file.stem
-    for one in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(one) == signal.SIG_DFL:
-            signal.signal(one, _interrupt)
+    interrupt_on_signals()
     pool = Pool(config.on, cores=config.cores, gpus=config.gpus, timeout=config.timeout)
     try:
         with pool, sweep_folder(config, folder):
@@ -45,7 +41,3 @@ def sweep(
     print(f"Report: {folder}/report.md   Config: {folder}/best.toml")
     if any(trial.state == "failed" for trial in result.trials):
         raise typer.Exit(1)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(128 + signum)

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from weft.config.files import format_config, leaves
 from weft.config.parsing import as_toml, dotted
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, LaunchError, TrainingHalted
 from weft.experiments.run_log import Axis, Measure, RunLog
-from weft.experiments.statistics import Estimate, fixed, sequential
+from weft.experiments.statistics import FEWEST_EQUAL, Estimate, fixed, sequential
 from weft.monitor.terminal import busy
 from weft.train.folder import run_lock
 
@@ -100,6 +100,11 @@ def refuse_incomparable(comparison: PairedComparison) -> None:
         ConfigError: with the first reason why runs cannot be compared.
     """
     name, keys = comparison.measure.name, [key for key, *_ in comparison.differences()]
+    if comparison.a.seed != comparison.b.seed:
+        raise ConfigError(
+            f"seed={comparison.a.seed} in A and {comparison.b.seed} in B: the runs of a pair share their seed. Give "
+            "both the same; --aa compares seeds."
+        )
     if not keys and not comparison.other_seeds:
         raise ConfigError("A and B have the same settings. Give settings that differ, or --aa to measure the noise.")
     for config, side in ((comparison.a, "A"), (comparison.b, "B")):
@@ -138,12 +143,14 @@ class PairResult:
     Attributes:
         value: the measure at the same amount of the axis.
         step_s: median seconds of a step.
-        energy_j: joules of the productive steps, or None without readings of both.
+        energy_j: joules of the productive steps, or None without complete readings of both.
+        energy_label: "measured", "estimated", or "mixed".
     """
 
     value: tuple[float, float]
     step_s: tuple[float, float]
     energy_j: tuple[float, float] | None = None
+    energy_label: str = "measured"
 
     @property
     def difference(self) -> float:
@@ -177,11 +184,34 @@ class Runner:
             ConfigError: if the folder belongs to other settings.
         """
         self._claim_folder()
+        self.refuse_more_pairs()
         for pair in range(self.comparison.pairs):
             logs = {side: self._finished_run(pair, side) for side in self.comparison.runs(pair)}
             if pair == 0:
                 self._refuse_other_tokenizers()
             yield self._measured(logs["a"], logs["b"])
+
+    def refuse_more_pairs(self) -> None:
+        """Check that the number of pairs was not changed after its interval was seen.
+
+        Raises:
+            ConfigError: without `until`, if the folder has a verdict of another number of pairs.
+        """
+        path = self.folder / "ab.json"
+        if self.comparison.until is not None or not path.is_file():
+            return
+        try:
+            found = json.loads(path.read_text())
+            looks, planned = found["looks"], found.get("planned_pairs", len(found["pairs"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: it is damaged. Delete it; the same command writes it again.") from error
+        if looks == "one" and planned == self.comparison.pairs:
+            return
+        began = f"--pairs {planned}" if looks == "one" else "--until"
+        raise ConfigError(
+            f"--pairs {self.comparison.pairs}: {self.folder} has a verdict of {began}, and the interval of a fixed "
+            "number of pairs is wrong if the number changes after a look. Add --until, or give another --folder."
+        )
 
     def run_name(self, pair: int, side: str) -> str:
         """Return the name of a run folder, such as "pair-01-a"."""
@@ -262,7 +292,7 @@ class Runner:
         with open(self.folder / f"{folder.name}.log", "ab") as out:
             command = [sys.executable, "-m", "weft", "train", str(path)]
             with busy(sys.stderr, f"{folder.name} of {self.comparison.pairs} pairs"):
-                code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False).returncode
+                code = _run_to_its_end(command, out)
         if code:
             lines = (self.folder / f"{folder.name}.log").read_text(errors="replace").strip().splitlines()
             said = next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "")
@@ -285,7 +315,19 @@ class Runner:
                 )
         steps = tuple(log.value(_STEP_S, "steps", math.inf) for log in (a, b))
         joules = (a.energy_j, b.energy_j) if a.energy_j and b.energy_j else None
-        return PairResult(values, (steps[0], steps[1]), joules)
+        label = a.energy_label if a.energy_label == b.energy_label else "mixed"
+        return PairResult(values, (steps[0], steps[1]), joules, label)
+
+
+def _run_to_its_end(command: Sequence[str], out: BinaryIO) -> int:
+    """Run a command and return its exit code. If this process is interrupted, stop the command and wait for it."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
 
 
 _STEP_S = Measure("step_s", "s", lower_is_better=True)
@@ -293,7 +335,7 @@ _STEP_S = Measure("step_s", "s", lower_is_better=True)
 
 def is_decided(comparison: PairedComparison, estimate: Estimate) -> bool:
     """Return True if no further pair is needed for `until`."""
-    if comparison.until is None:
+    if comparison.until is None or (estimate.is_constant and estimate.num_pairs < FEWEST_EQUAL):
         return False
     return estimate.is_different or abs(estimate.mean) + estimate.half_width <= comparison.until
 
@@ -312,32 +354,52 @@ def verdict(comparison: PairedComparison, results: Sequence[PairResult]) -> str:
     estimate, measure = estimate_of(comparison, results), comparison.measure
     unit = f" {measure.unit}" if measure.unit else ""
     pairs = f"{estimate.num_pairs} pairs"
-    size = f"{abs(estimate.mean):.3g} ± {estimate.half_width:.2g}{unit} of {measure.name} (95 %, {pairs})"
-    if estimate.is_different:
+    reach = f"± {_digits(estimate.half_width, 2)}{unit}"
+    size = f"{_digits(abs(estimate.mean), 3)} {reach} of {measure.name} (95 %, {pairs})"
+    if estimate.is_constant and estimate.mean == 0:
+        text = f"A and B have the same {measure.name} in each of {pairs}"
+    elif estimate.is_constant and not estimate.is_different:
+        sign, value = "-" if estimate.mean < 0 else "+", _digits(abs(estimate.mean), 3)
+        text = (
+            f"undecided: B - A is {sign}{value}{unit} of {measure.name} in each of {pairs}, and equal differences "
+            f"decide from {FEWEST_EQUAL} pairs on"
+        )
+    elif estimate.is_different:
         b_is_better = (estimate.mean < 0) == measure.lower_is_better
         text = f"{'B' if b_is_better else 'A'} is better by {size}"
-    elif estimate.half_width == 0:
-        text = f"A and B have the same {measure.name} in each of {pairs}"
     else:
-        text = f"no difference found: B - A is {estimate.mean:+.3g} ± {estimate.half_width:.2g}{unit} (95 %, {pairs})"
+        sign, value = "-" if estimate.mean < 0 else "+", _digits(abs(estimate.mean), 3)
+        text = f"no difference found: B - A is {sign}{value} {reach} (95 %, {pairs})"
     return f"{text}; {_speed(results)}."
+
+
+def _digits(value: float, digits: int) -> str:
+    """Return a number with some significant digits, and without an exponent up to 1e15."""
+    if not 10**digits <= value < 1e15:
+        return f"{value:.{digits}g}"
+    return f"{float(f'{value:.{digits}g}'):,.0f}"
 
 
 def _speed(results: Sequence[PairResult]) -> str:
     speed = _ratio([one.step_s for one in results], "slower", "faster", "speed")
     joules = [one.energy_j for one in results if one.energy_j is not None]
+    speed = f"B is {speed}" if speed[0].isdigit() else speed
+    if not joules:
+        return speed
     if len(joules) < len(results):
-        return f"B is {speed}" if speed[0].isdigit() else speed
-    energy = _ratio(joules, "more energy", "less energy", "energy")
-    return f"{f'B is {speed}' if speed[0].isdigit() else speed}; {energy}"
+        return f"{speed}; energy unmeasured in {len(results) - len(joules)} of {len(results)} pairs"
+    labels = {one.energy_label for one in results}
+    label = "" if labels == {"measured"} else " (estimated)" if labels == {"estimated"} else " (partly estimated)"
+    return f"{speed}; {_ratio(joules, 'more energy', 'less energy', 'energy')}{label}"
 
 
 def _ratio(values: Sequence[tuple[float, float]], more: str, less: str, what: str) -> str:
     """Return "4 % slower" for the ratio of B to A in pairs, or that no difference was found."""
     estimate = fixed([math.log(b / a) for a, b in values])
-    percent, reach = 100 * math.expm1(estimate.mean), 100 * math.expm1(min(estimate.half_width, 5.0))
-    if estimate.is_different and abs(percent) >= 0.05:
-        return f"{abs(percent):.2g} % {more if percent > 0 else less}"
+    half_width = 0.0 if estimate.is_constant else min(estimate.half_width, 5.0)
+    percent, reach = 100 * math.expm1(estimate.mean), 100 * math.expm1(half_width)
+    if abs(estimate.mean) > half_width and abs(percent) >= 0.05:
+        return f"{_digits(abs(percent), 2)} % {more if percent > 0 else less}"
     if reach > 50:
         return f"{what} varies too much to be compared in {len(values)} pairs"
     return f"no difference in {what} found ({percent:+.1f} ± {reach:.1f} %)"
@@ -347,6 +409,8 @@ def tests(comparison: PairedComparison, results: Sequence[PairResult]) -> str:
     """Return the p values of the two tests in a sentence."""
     estimate = estimate_of(comparison, results)
     text = f"p = {estimate.p_t:.2g} (paired t), {estimate.p_sign:.2g} (sign flips)"
+    if estimate.is_constant:
+        text = f"p = {estimate.p_sign:.2g} (sign flips); equal differences have no t test"
     if estimate.num_pairs < 6:
         return f"{text}; below 6 pairs the sign-flip test cannot reach 0.05"
     return text
@@ -360,6 +424,7 @@ def as_json(comparison: PairedComparison, results: Sequence[PairResult]) -> dict
         "metric": comparison.measure.name,
         "at": comparison.axis,
         "level": 0.95,
+        "planned_pairs": comparison.pairs,
         "looks": "one" if comparison.until is None else "after each pair",
         "estimate": asdict(estimate),
         "settings": [{"key": key, "a": a, "b": b} for key, a, b in comparison.differences()],

@@ -20,6 +20,8 @@ from weft.monitor.events import last_per_step, number, read_events
 Axis = Literal["tokens", "steps", "time", "energy"]
 #: A training metric is averaged over this last share of the compared part of a run.
 _LAST_SHARE = 0.1
+#: Largest share of the time of productive steps without a reading of energy, such as before a kill.
+_MOST_UNREAD = 0.01
 #: Metrics of evaluations with a fixed better direction. Others need `--best`.
 _LOWER = frozenset({"loss", "bits_per_byte", "perplexity"})
 _HIGHER = frozenset({"accuracy", "macro_f1", "top5", "token_accuracy", "reward_accuracy", "reward_margin"})
@@ -78,7 +80,9 @@ class RunLog:
         start: the newest "start" event.
         steps, evals: events in the order of steps.
         end: reason of the newest end, or "" if the run has not ended since its newest start.
-        energy_j: energy of the productive steps, as `weft runs show` counts it, or None without a reading.
+        energy_j: energy of the productive steps, as `weft runs show` counts it, or None without a reading of nearly all
+            of them.
+        energy_label: "measured", "estimated", "12 % estimated" or "unmeasured".
     """
 
     folder: Path
@@ -87,6 +91,7 @@ class RunLog:
     evals: Sequence[Mapping[str, Any]]
     end: str
     energy_j: float | None = None
+    energy_label: str = "unmeasured"
 
     @classmethod
     def read(cls, folder: Path) -> RunLog:
@@ -96,9 +101,12 @@ class RunLog:
         starts = [event for event in marks if event["event"] == "start"]
         last = marks[-1] if marks else {}
         end = str(last.get("reason", "")) if last.get("event") == "end" else ""
-        joules = TimeLedger().feed_all(events).joules().get(PRODUCTIVE)
+        ledger = TimeLedger().feed_all(events)
+        joules, label = ledger.joules().get(PRODUCTIVE), ledger.energy_summary().label
+        if ledger.energy.unmeasured_s.get(PRODUCTIVE, 0.0) > _MOST_UNREAD * ledger.seconds()[PRODUCTIVE]:
+            joules = None
         start = starts[-1] if starts else {}
-        return cls(folder, start, last_per_step(events), last_per_step(events, "eval"), end, joules)
+        return cls(folder, start, last_per_step(events), last_per_step(events, "eval"), end, joules, label)
 
     @property
     def unit(self) -> str:
@@ -119,8 +127,9 @@ class RunLog:
         if axis == "energy":
             if self.energy_j is None:
                 raise ConfigError(
-                    f"--at energy: {self.folder} has no reading of energy. `weft energy meters` lists the reasons; "
-                    "energy.cpu_watts or energy.gpu_watts makes an estimate. Or use --at tokens or --at time."
+                    f"--at energy: {self.folder} has no complete reading of energy. `weft energy meters` lists the "
+                    "reasons; energy.cpu_watts or energy.gpu_watts makes an estimate. Delete the folder to repeat a "
+                    "run that was killed, or use --at tokens or --at time."
                 )
             return [self.energy_j * (at + 1) / len(self.steps) for at in range(len(self.steps))]
         if axis == "time":

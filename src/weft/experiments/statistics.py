@@ -12,6 +12,9 @@ from weft.errors import MissingExtra
 
 #: Standard deviation of the effect size (mean over standard deviation) that `sequential` expects.
 _EFFECT = 3.0
+#: Equal differences that the sign-flip test needs for p < 0.05: 2 / 2**6.
+FEWEST_EQUAL = 6
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,10 @@ class Estimate:
         mean: mean difference.
         half_width: half width of the interval; inf if there are too few pairs for one.
         num_pairs: number of differences.
-        p_t, p_sign: p values of the paired t test and of the sign-flip test; nan with a single pair.
+        p_t, p_sign: p values of the paired t test and of the sign-flip test; nan with a single pair, and p_t also if
+            all differences are equal.
+        is_constant: all differences are equal, up to rounding. Their variance is no estimate of the noise, for
+            example of an accuracy over few records, so the sign flips alone decide.
     """
 
     mean: float
@@ -30,6 +36,7 @@ class Estimate:
     num_pairs: int
     p_t: float
     p_sign: float
+    is_constant: bool = False
 
     @property
     def is_different(self) -> bool:
@@ -74,10 +81,10 @@ def _estimate(differences: Sequence[float], half_width: float) -> Estimate:
     mean, num = statistics.fmean(differences), len(differences)
     if num == 1:
         return Estimate(mean, math.inf, 1, math.nan, math.nan)
-    error = _standard_error(differences)
-    if error == 0:
-        return Estimate(mean, 0.0, num, float(mean == 0), _sign_flips(differences))
-    p_t = 2 * float(_scipy_stats().t.sf(abs(mean) / error, num - 1))
+    if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):
+        half_width = 0.0 if num >= FEWEST_EQUAL else math.inf
+        return Estimate(mean, half_width, num, math.nan, _sign_flips(differences), is_constant=True)
+    p_t = 2 * float(_scipy_stats().t.sf(abs(mean) / _standard_error(differences), num - 1))
     return Estimate(mean, half_width, num, p_t, _sign_flips(differences))
 
 

@@ -172,7 +172,7 @@ def run_sweep(
         train: name of the function that trains a trial, by default TRAIN.
 
     Raises:
-        ConfigError: if all trials of the first rung were refused or failed.
+        ConfigError: if all trials of the first rung were refused or failed, or the budget allows no trial.
         PoolError: if the workers cannot be reached.
     """
     result = SweepResult(config, folder)
@@ -181,6 +181,8 @@ def run_sweep(
         trials = _choose(result, folder / "generations" / f"{generation:04d}.json")
         result.trials += trials
         _run_generation(result, trials, pool, note, f"{generation:04d}", train or TRAIN)
+        if not result.trials:
+            raise ConfigError(f"{result.over_budget}, so no trial was trained. Increase the budget.")
         if generation == 0 and all(trial.state == "failed" for trial in trials):
             raise ConfigError(f"search: no trial can be trained. The first one: {trials[0].reason}")
         if not result.over_budget:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,14 @@ def read_sweep(path: Path, on: str | None = None) -> SweepConfig:
             Problem("search", 'search: it is missing. Write [search] and "optimizer.lr" = {low = 1e-5, ...}')
         )
         search = {}
-    parameters = [found for key, value in search.items() if (found := _parameter(key, value, problems))]
+    settings_of_search = list(_flat(search))
+    problems += _repeated([key for key, _ in settings_of_search])
+    parameters = [found for key, value in settings_of_search if (found := _parameter(key, value, problems))]
     if sampler == "grid":
         problems += _grid_problems(parameters)
+        num_points = math.prod(len(one.grid()) for one in parameters)
+        trials = min(num_points, trials if "trials" in tables else _MAX_TRIALS)  # more would repeat points
+        batch = min(batch, trials) if "batch" in tables else trials
     if problems:
         raise ConfigError([Problem(one.field, one.message, str(path)) for one in problems])
     file = path.parent / base_path if base_path else None
@@ -233,7 +239,7 @@ def _budget(read: _Reader) -> SweepBudget:
         key = "time"
         time_s = parse_seconds(tables[key]) if key in tables else None
         key = "price"
-        price = Price.parse(tables[key]) if key in tables else None
+        price = Price.parse(str(tables[key])) if key in tables else None
     except (ValueError, TypeError) as error:
         read.refuse(key, f"{str(error).rstrip('.')}.")
     money = tables.get("money")
@@ -244,6 +250,21 @@ def _budget(read: _Reader) -> SweepBudget:
     if money is not None and price is None:
         read.refuse("money", 'it needs the price of a device. Add price = "2.5usd/h" to [budget].')
     return SweepBudget(steps, time_s, money, price, tables.get("kwh"))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of [search]. A setting may be a dotted key without quotes, which TOML reads as tables."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value and all(isinstance(one, dict | list) for one in value.values()):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _repeated(keys: Sequence[str]) -> Iterator[Problem]:
+    for n, key in enumerate(keys):
+        if twice := [one for one in keys[:n] if f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.")]:
+            yield Problem(f"search.{key}", f"search.{key}: search.{twice[0]} sets it, too. Remove one of them.")
 
 
 def _parameter(key: str, value: Any, problems: list[Problem]) -> Parameter | None:

@@ -115,10 +115,10 @@ def _local(request: PoolRequest, rest: str) -> PoolEngine:
         raise ConfigError(f"on={request.on}: the number of workers must be from 1 to 9999. Write local:4.")
     workers = int(rest) if rest else max(1, len(own) // max(1, request.cores))
     if workers * request.cores > len(own):
-        needed = f"{counted(workers, 'worker')} of {counted(request.cores, 'core')}"
+        needed, fit = f"{counted(workers, 'worker')} of {counted(request.cores, 'core')}", len(own) // request.cores
         raise ConfigError(
             f"cores={request.cores}: {needed} do not fit the {len(own)} of this machine. "
-            f"Use --on local:{max(1, len(own) // request.cores)}, or fewer cores."
+            + (f"Use --on local:{fit}, or fewer cores." if fit else f"Use at most --cores {len(own)}.")
         )
     gpus = visible_gpus() if request.gpus else []
     if workers * request.gpus > len(gpus):

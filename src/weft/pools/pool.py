@@ -19,7 +19,7 @@ from weft.errors import ConfigError, PoolError, TasksFailed, shown
 from weft.pools.engines import PoolEngine, PoolRequest, open_engine, wrap_executor
 from weft.pools.supervisor import MapJob, run_task
 from weft.pools.task_folder import TaskFolder, open_folder
-from weft.pools.worker import find_unfit, refuse_nested_pool
+from weft.pools.worker import refuse_nested_pool, unfit_part
 from weft.units import counted, parse_seconds
 
 #: Seconds between two checks whether the engine was lost.
@@ -54,6 +54,8 @@ class Pool:
         retry_errors: bool = False,
     ):
         refuse_nested_pool()
+        if not isinstance(on, str | Executor):
+            raise ConfigError(f"on={shown(on)}: it must be a text or an executor. Use on='local:4'.")
         for name, value, most in (("cores", cores, 10_000), ("gpus", gpus, 1000), ("retries", retries, 10**6)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
                 raise ConfigError(f"{name}={shown(value)}: it must be a whole number from 0 to {most}. Use {name}=2.")
@@ -94,6 +96,7 @@ class Pool:
             PoolError: if the workers cannot be reached, or the disk is full.
         """
         name, texts = function if isinstance(function, str) else name_of(function), texts_of(items)
+        refuse_malformed_name(name)
         if folder:
             return self._map_in(Path(folder), name, texts)
         if isinstance(self._on, str) and self._on.startswith("slurm"):
@@ -235,7 +238,7 @@ def texts_of(items: Iterable[Any]) -> Iterator[str]:
         ConfigError: if JSON lacks an item's type.
     """
     for n, item in enumerate(items):
-        if unfit := find_unfit(item, "it"):
+        if unfit := unfit_part(item, "it"):
             raise ConfigError(f"items[{n}]: {unfit}, which JSON lacks. Use numbers, texts, lists and dicts.")
         yield json.dumps(item)
 
@@ -264,6 +267,13 @@ def name_of(function: Callable[[Any], Any]) -> str:
             f"function={name}: workers cannot import functions of an interactive session. Define it in a file."
         )
     return f"{Path(file).resolve()}:{name}"
+
+
+def refuse_malformed_name(name: str) -> None:
+    """Raise ConfigError if a name is not `module:function`."""
+    home, _, function = name.rpartition(":")
+    if not home or not function.isidentifier():
+        raise ConfigError(f"function={name}: it has no function's name. Write package.module:function.")
 
 
 #: `weft.pool`.

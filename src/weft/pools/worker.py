@@ -29,6 +29,8 @@ _F_SETSIG = 10
 #: Bytes that a result may have as JSON.
 MAX_RESULT_BYTES = 64 * 2**20
 _MAX_TRACEBACK = 20_000
+#: Bits of an integer whose decimal digits Python converts: 4,300 digits.
+_MAX_INT_BITS = 14_000
 
 Function = Callable[[Any], Any]
 
@@ -115,18 +117,27 @@ def _similar_module(name: str) -> str:
     return " Run the command in the folder that has it, or write path/to/file.py:function"
 
 
-def find_unfit(value: Any, where: str = "result") -> str:
-    """Return a description of the first part of a value that JSON lacks, or ""."""
+def unfit_part(value: Any, where: str = "result") -> str:
+    """Return a description of the first part of a value that cannot be written as JSON, or ""."""
+    try:
+        return _find_unfit(value, where)
+    except RecursionError:
+        return f"{where} is nested too deep or contains itself"
+
+
+def _find_unfit(value: Any, where: str) -> str:
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        return f"{where} is an integer of {value.bit_length():,} bits"
     if value is None or isinstance(value, bool | int | str):
         return ""
     if isinstance(value, float):
         return "" if math.isfinite(value) else f"{where} is {value}"
     if isinstance(value, list | tuple):
-        return next(filter(None, (find_unfit(one, f"{where}[{n}]") for n, one in enumerate(value))), "")
+        return next(filter(None, (_find_unfit(one, f"{where}[{n}]") for n, one in enumerate(value))), "")
     if isinstance(value, dict):
         if odd := [key for key in value if not isinstance(key, str)]:
             return f"{where} has the key {odd[0]!r:.40} of type {type(odd[0]).__name__}"
-        return next(filter(None, (find_unfit(one, f"{where}[{key!r:.40}]") for key, one in value.items())), "")
+        return next(filter(None, (_find_unfit(one, f"{where}[{key!r:.40}]") for key, one in value.items())), "")
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     return f"{where} is a {name}"
@@ -136,9 +147,7 @@ def answer_to(function: Function, item: bytes) -> dict[str, Any]:
     """Call the function, and return {"result": value} or {"error": last line, "traceback": text}."""
     try:
         value = function(json.loads(item))
-        unfit = find_unfit(value)
-    except RecursionError as error:
-        return _error(error)
+        unfit = unfit_part(value)
     except BaseException as error:  # sys.exit too: only a killed worker ends
         return _error(error)
     if unfit:
@@ -214,5 +223,5 @@ def main() -> None:
                 stream.flush()
         try:
             _write(answers, answer)
-        except RecursionError as error:
+        except (RecursionError, ValueError) as error:
             _write(answers, _error(error))
