@@ -114,6 +114,7 @@ def test_evaluations_are_compared_at_equal_amounts(tmp_path: Path) -> None:
     assert log.value(LOSS, "tokens", 75) == pytest.approx(3.5)
     assert log.value(LOSS, "time", 15) == pytest.approx(3.5)
     assert math.isnan(log.value(LOSS, "tokens", 40))
+    assert log.value(LOSS, "tokens", 99.5) == 3.0  # a run of another seed ended there
 
 
 def test_training_loss_is_averaged_over_the_last_tenth(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from weft.monitor.events import last_per_step, number, read_events
 Axis = Literal["tokens", "steps", "time", "energy"]
 #: A training metric is averaged over this last share of the compared part of a run.
 _LAST_SHARE = 0.1
+#: Runs whose amounts differ by less than this share are compared at their ends: samples of other seeds have other sizes.
+_SAME_SHARE = 0.01
 #: Largest share of the time of productive steps without a reading of energy, such as before a kill.
 _MOST_UNREAD = 0.01
 #: Metrics of evaluations with a fixed better direction. Others need `--best`.
@@ -145,8 +147,9 @@ class RunLog:
     def value(self, measure: Measure, axis: Axis, limit: float) -> float:
         """Return the measure at an amount of `axis`; nan if the run has no value there.
 
-        A metric of evaluations is interpolated between two of them. The loss of training and other metrics of steps
-        are averaged over the last tenth before `limit`; speeds are the median of all steps but the first tenth.
+        A metric of evaluations is interpolated between two of them; within 1 % of the run's end, it is the last one.
+        The loss of training and other metrics of steps are averaged over the last tenth before `limit`; speeds are the
+        median of all steps but the first tenth.
         """
         amounts = self.amounts(axis)
         if measure.name.startswith("eval."):
@@ -166,7 +169,8 @@ class RunLog:
     def _evaluated(self, key: str, amounts: list[float], limit: float) -> float:
         by_step = {int(event["step"]): amount for event, amount in zip(self.steps, amounts, strict=True)}
         points = [(by_step[one["step"]], number(one.get(key))) for one in self.evals if one["step"] in by_step]
-        at = bisect.bisect_right([amount for amount, _ in points], limit * (1 + 1e-9))
+        reached = limit * (1 + 1e-9) if limit < (1 - _SAME_SHARE) * amounts[-1] else amounts[-1]
+        at = bisect.bisect_right([amount for amount, _ in points], reached)
         if at == 0:
             return math.nan
         if at == len(points):
