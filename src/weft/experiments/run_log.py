@@ -20,7 +20,7 @@ from weft.monitor.events import last_per_step, number, read_events
 Axis = Literal["tokens", "steps", "time", "energy"]
 #: A training metric is averaged over this last share of the compared part of a run.
 _LAST_SHARE = 0.1
-#: Runs whose amounts differ by less than this share are compared at their ends: samples of other seeds have other sizes.
+#: Runs whose amounts differ by less than this share are compared at their ends: samples have different sizes.
 _SAME_SHARE = 0.01
 #: Largest share of the time of productive steps without a reading of energy, such as before a kill.
 _MOST_UNREAD = 0.01
