@@ -78,10 +78,11 @@ def test_counter_that_disappears_is_named_and_continues_when_it_returns(tmp_path
     assert meter.take_notes() == ["package-0 can be read again"]
 
 
-def test_damaged_counter_is_unmeasured(tmp_path):
+@pytest.mark.parametrize("found", [b"garbage\n", b"\xff\xfe\n", b"9" * 10_000], ids=["text", "bytes", "long"])
+def test_damaged_counter_is_unmeasured(found, tmp_path):
     counter, clock = rapl(tmp_path), Clock()
     meter = host_meter([], sysfs=tmp_path, clock=clock)
-    counter.write_text("garbage\n")
+    counter.write_bytes(found)
     clock.now += 1
     assert meter.read().joules == 0
     assert "is no number" in meter.take_notes()[0]

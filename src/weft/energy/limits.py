@@ -174,8 +174,8 @@ class CpuFrequency:
 
 
 def _number(file: Path) -> int:
-    text = file.read_text().strip()
-    if not text.isdecimal():
+    text = file.read_text(errors="replace").strip()
+    if not text.isdecimal() or len(text) > 18:
         raise OSError(f"{file}: {text[:40]!r} is no frequency")
     return int(text)
 

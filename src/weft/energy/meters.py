@@ -144,16 +144,20 @@ def _rapl(name: str, file: Path, range_j: float, clock: Clock) -> DeviceMeter:
     return _Counter(name, "RAPL counter", lambda: _read_joules(file), _MOST_PACKAGE_W, range_j, clock)
 
 
+#: Decimal digits of a 64-bit counter.
+_MOST_DIGITS = 20
+
+
 def _read_joules(file: Path) -> float:
     text = _read_text(file)
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise Unmeasured(f"{file}: {text[:40]!r} is no number of microjoules")
     return int(text) / 1e6
 
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text().strip()
+        return file.read_text(errors="replace").strip()
     except PermissionError:
         raise Unmeasured(f"{file}: permission denied (an administrator can allow it: chmod a+r {file})") from None
     except OSError as error:

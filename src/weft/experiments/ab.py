@@ -192,7 +192,7 @@ class Runner:
             yield self._measured(logs["a"], logs["b"])
 
     def refuse_more_pairs(self) -> None:
-        """Check that the number of pairs was not changed after its interval was seen.
+        """Check that the number of pairs is the one of the folder's verdict.
 
         Raises:
             ConfigError: without `until`, if the folder has a verdict of another number of pairs.
