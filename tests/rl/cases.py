@@ -157,8 +157,8 @@ def planted(fault: str) -> Iterator[None]:
         batch = rows(self, *arguments)
         return {**batch, "labels": batch["labels"].roll(1, 1)}
 
-    def negative(log_probs, batch, settings):
-        return losses(log_probs, {**batch, "reference": 2 * log_probs.detach() - batch["reference"]}, settings)
+    def negative(log_probs, batch, *arguments):
+        return losses(log_probs, {**batch, "reference": 2 * log_probs.detach() - batch["reference"]}, *arguments)
 
     def longest(lengths, settings):
         return [1 / max(lengths)] * len(lengths)

@@ -128,7 +128,7 @@ def test_figures_have_names_units_and_help():
     for name, metric in METRICS.items():
         assert name == metric.name
         assert metric.help.endswith(".")
-        assert metric.unit in ("", "s", "bytes", "bytes/s", "ratio", "W", "C", "Hz")
+        assert metric.unit in ("", "s", "bytes", "bytes/s", "ratio", "W", "C", "Hz", "J", "kWh", "J/item")
 
 
 BAD = """

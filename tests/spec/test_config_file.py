@@ -160,7 +160,7 @@ UNKNOWN = {
     ),
     '"two words" = 1': "unknown key '\"two words\"'. A config has plan, layout, seed, run, task, model, adapter, "
     "grpo, tokenizer, data, optimizer, schedule, train, eval, checkpoint, resume, memory, kernels, sample, log, "
-    "launch, monitor, alerts, alert, channel, sink.",
+    "launch, monitor, energy, alerts, alert, channel, sink.",
 }
 
 

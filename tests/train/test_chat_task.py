@@ -353,8 +353,8 @@ FOLDERS = {
         lambda folder: (folder / "tokenizer.json").rename(folder / "tekken.json"),
     "its PixtralProcessor needs ": lambda folder: (folder / "processor_config.json").write_text(
         '{"processor_class": "PixtralProcessor"}'),
-    "task=chat cannot use its Idefics2Processor (": lambda folder: (folder / "processor_config.json").write_text(
-        '{"processor_class": "Idefics2Processor"}'),
+    "task=chat cannot use its Kosmos2Processor (": lambda folder: (folder / "processor_config.json").write_text(
+        '{"processor_class": "Kosmos2Processor"}'),
     "its processor makes mm_token_type_ids, which its LlavaForConditionalGeneration does not read.":
         lambda folder: _with_processor_of(folder, "qwen2_vl"),
     "its config.json replaces token 7, which its processor does not write.":

@@ -19,17 +19,21 @@ from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import SavedSlice
 from weft.comm.heartbeat import Heartbeat
+from weft.comm.mesh import build_mesh
 from weft.config.layout import Layout
+from weft.config.plan import Plan
 from weft.errors import CheckpointError, MissingExtra, ModelError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.find_layout import find_layout
 from weft.monitor.step_times import Meter, TimeBook
 from weft.optim.build import build_optimizer, freeze
 from weft.optim.step_decision import LossScale
+from weft.parallel.parallelize import parallelize
 from weft.private_torch import tree_map
 from weft.train.data_share import Batches, Share
 from weft.train.engine import EngineJob, Evaluation, Measures, StepResult, TraceKind
 from weft.train.model_state import model_tensors
+from weft.train.step.evaluation import RankForwards
 from weft.train.tasks.base import Task
 from weft.train.weights.published_weights import fill_full
 
@@ -277,6 +281,14 @@ class JaxEngine:
         model.train()
         count = totals["count"]
         return Evaluation(totals["loss"] / max(count, 1.0), round(count), dict(task.measure(totals)))
+
+    def sample(self, step: int) -> str:
+        """Return the task's sample output of the current weights, computed on the host in torch."""
+        mesh, task = build_mesh(Plan()), self._job.task
+        with torch.no_grad():
+            own = copy.deepcopy(self._weights_on_host())
+        model = parallelize(own, mesh)
+        return task.sample(self._job.folder, step, RankForwards(model, mesh, task))
 
     @property
     def _sum_names(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def test_packed_base_uses_its_packed_bytes(text, ranks, base, each):
 
 @pytest.mark.parametrize("text, ranks", [("dp_replicate=1", 1), ("dp_shard=4 ep=4", 4), ("dp_shard=4 zero=3", 4)])
 def test_stacked_experts_use_their_packed_bytes(text, ranks):
-    shape = replace(SHAPE, num_experts=8, top_k=2, expert_ffn=SHAPE.ffn // 2, moe_layers=SHAPE.layers)
+    shape = replace(SHAPE, num_experts=8, top_k=2, expert_ffn=SHAPE.ffn // 2, dense_layers=0)
     sizes = [AdapterSize.of_shape(shape, 16, base) for base in ("stored", "nf4")]
     (stored, plain), (packed, kept) = (one(text, shape=shape, adapter=size) for size in sizes)
     experts = shape.moe_layers * shape.num_experts * shape.expert_params
