@@ -1,4 +1,4 @@
-"""Readers of record files: text, jsonl, json, csv and parquet.
+"""Readers of record files: text, jsonl, json, csv, parquet and tfrecord.
 
 The delimiter of a csv file is detected in its first rows.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from weft.data.text.source import SourceFile
+from weft.data.text.tfrecord import BadFile, read_examples
 from weft.errors import DataError
 from weft.units import format_bytes
 
@@ -264,7 +265,7 @@ class RecordReader:
         max_record_bytes: longer lines of jsonl, array elements of json, and rows of csv and parquet are yielded as
             Broken. Only rows of parquet are read into memory first.
         piece_bytes: approximate size of the chunks of text files, which end at line ends if possible.
-        columns: columns of a parquet file to read, or None for all.
+        columns: columns of a parquet or tfrecord file to read, or None for all.
         on_progress: called with `position()` at intervals while a line of jsonl that is too long is skipped.
 
     Raises:
@@ -298,12 +299,13 @@ class RecordReader:
             yield from self._parquet()
             return
         readers = {"text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv}
+        readers["tfrecord"] = self._tfrecord
         try:
             with self._file.path.open("rb") as raw:
                 self._position = raw.tell
                 yield from readers[self._file.format](_decompressed(raw, self._file.compression))
                 self._position = lambda: self._file.size_bytes
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile, BadFile) as error:
             raise self._damaged(error) from error
         except OSError as error:
             if error.errno is None:  # from pyarrow, for compressed data
@@ -383,6 +385,14 @@ class RecordReader:
                 )
         except BadArray as error:
             yield Broken.of(name, number + 1, error.reason, error.excerpt)
+
+    def _tfrecord(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        examples = read_examples(cast("io.BufferedReader", stream), self._max_record_bytes, self._columns)
+        for number, (value, reason) in enumerate(examples, start=1):
+            if isinstance(value, bytes):
+                yield Broken.of(self._file.name, number, reason, value[: 4 * _EXCERPT_CHARS])
+            else:
+                yield Record(self._file.name, number, value)
 
     def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name = self._file.name
@@ -509,7 +519,7 @@ def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
 
 def wide_encoding(file: SourceFile) -> str:
     """Return "UTF-16" or "UTF-32" if the first bytes of a file show that encoding, else ""."""
-    if file.format == "parquet":
+    if file.format in ("parquet", "tfrecord"):
         return ""
     try:
         with file.path.open("rb") as raw:
