@@ -271,17 +271,23 @@ def test_unknown_dtype_and_folder_of_another_kind(tmp_path):
 
 #: Opens a folder within a memory limit, and prints the growth of peak memory over the first forwards.
 _MEASURE = """
-import sys, torch
+import json, sys, torch
 from pathlib import Path
 from weft.inference.open_streamed import open_streamed
 from weft.checkpoint.safetensors_files import RangedTensors
 def read(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
 folder, memory = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
 ids = torch.arange(8).view(2, 4)
 with torch.no_grad():  # the libraries' own memory
     _, small = open_streamed(Path(sys.argv[3]), 2**30)
     _(input_ids=ids)
+    # The buffers of the matrix library depend on the sizes, too.
+    sizes, dtype = json.loads((folder / "config.json").read_text()), _.lm_head.weight.dtype
+    for width in (sizes["hidden_size"], sizes["intermediate_size"]):
+        rows = torch.ones(8, width, dtype=dtype)
+        torch.nn.functional.linear(rows, torch.ones(sizes["hidden_size"], width, dtype=dtype))
 small.close()
 before = read("VmRSS")
 model, stream = open_streamed(folder, memory)
