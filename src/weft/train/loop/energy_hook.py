@@ -177,7 +177,7 @@ class EnergyHook(Hook):
         self._has_paused = True
         why = (
             f"the run has used {format_energy(kwh)} of energy.budget={budget:g} kWh; to continue, add "
-            f"energy.budget={2 * budget:g} or more"
+            f"energy.budget={max(2 * budget, 1.5 * kwh):.3g} or more"
         )
         ask(self._folder, RunRequest("hold", why, "energy.budget"))
 
