@@ -1,4 +1,4 @@
-"""A step of task=grpo beside TRL's GRPOTrainer with generation by transformers: the same model, prompts and settings.
+"""Time of a step of task=grpo and of TRL's GRPOTrainer, which generates by transformers, with equal settings.
 
 python benchmarks/grpo.py --python VENV/bin/python [--rounds 3] [--steps 12] [--width 128] [--layers 4] [--new 32]
 

@@ -43,7 +43,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def outcomes(folder: Path) -> dict[str, object]:
-    """Return what a sweep found: values, and the results of each rung without times."""
+    """Return the values and the rung results of a sweep, without times."""
     found: dict[str, object] = {path.name: path.read_text() for path in folder.glob("generations/*")}
     for path in sorted(folder.glob("rungs/*/results.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

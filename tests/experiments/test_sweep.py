@@ -129,6 +129,8 @@ REFUSED = {
     '[search]\n"optimizer.lr" = {low = 1e-4, high = 1e-2, step = 1}': "step must be above 0 and at most high - low",
     '[search]\n"optimizer.lr" = {low = 1e-4, high = inf}': "low, high and step must be finite numbers.",
     '[search]\n"optimizer.lr" = {low = -1.0, high = 1.0}': "search.optimizer.lr: optimizer.lr=-1",
+    '[search]\n"train.global_batch" = [8, 16]': "so trials would be evaluated on different ones.",
+    '[search]\n"train.seq_len" = [32, 64]': "evaluations of trials that differ in it do not measure the same.",
     '[search]\n"run.name" = ["a", "b"]': "a sweep sets it itself, or compares trials at it. Search another setting.",
     '[search]\n"plan" = ["tp=2 zero=9", "tp=3"]': "search.plan: plan.tp=3: the model has 8 heads,",
     'sampler = "grid"\n[search]\n"seed" = {low = 0, high = 999_999_999}': "the grid has more than",
@@ -250,10 +252,10 @@ def test_the_command_prints_a_table_and_refuses_in_sentences(tmp_path, monkeypat
 
 def test_a_grid_repeats_no_point_and_dotted_keys_need_no_quotes(tmp_path):
     text = 'settings = ["train.steps=8"]\nsampler = "grid"\nTRIALS[search]\noptimizer.lr = [1e-4, 1e-3]\n'
-    text += "train.global_batch = {low = 8, high = 10}\n"
+    text += "train.collect_every = {low = 8, high = 10}\n"
     for trials, number in (("", 6), ("trials = 99\n", 6), ("trials = 4\n", 4)):
         config = read_sweep(file_of(tmp_path, text.replace("TRIALS", trials)))
-        assert [one.key for one in config.parameters] == ["optimizer.lr", "train.global_batch"]
+        assert [one.key for one in config.parameters] == ["optimizer.lr", "train.collect_every"]
         assert (config.trials, config.batch) == (number, number)
 
 

@@ -23,7 +23,7 @@ def environment(x: int) -> list[Any]:
 
 
 def misbehave(kind: str) -> Any:
-    """Do what a function should not do, by name; return the name otherwise."""
+    """Misbehave in the way that `kind` selects, or return it."""
     if kind == "raise":
         raise ValueError("no good")
     if kind == "exit":

@@ -225,8 +225,8 @@ class GrpoSection(Section):
     tokens of the global batch; constant: sum over each completion, divided by max_tokens; sum: sum over each
     completion. auto: sequence for grpo, constant for dr_grpo, sum for rloo, tokens for distill."""
     ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio that is clipped: of each token, or the geometric mean over a completion's tokens (GSPO, arXiv
-    2507.18071, with clip_low=3e-4 and clip_high=4e-4)."""
+    """Probability ratio that the loss clips. token: each token's; sequence: the geometric mean of a completion's tokens
+    (GSPO, arXiv 2507.18071, with clip_low=3e-4 and clip_high=4e-4)."""
     clip_low: Fraction = 0.2
     """The probability ratio is clipped below at 1 minus this."""
     clip_high: NonNegative = 0.2

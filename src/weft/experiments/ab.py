@@ -33,13 +33,16 @@ _PER_RUN = ("run.", "seed", "log.", "sample.")
 _FREE = (
     "plan", "layout", "optimizer.", "schedule.", "model.", "memory.", "kernels.", "launch.", "monitor.",
     "checkpoint.", "alerts", "alert", "channel", "sink", "energy.", "eval.every", "data.batching",
-    "data.microbatch_cost", "data.workers", "data.cache", "data.stream", "data.check", "data.max_", "train.steps",
+    "data.microbatch_cost", "data.workers", "data.cache", "data.stream", "data.check", "data.max_untrained",
+    "data.max_cut", "data.max_bad_fraction", "train.steps",
     "train.epochs", "train.global_batch", "train.global_cost", "train.max_bad_steps", "train.on_bad",
     "train.collect_every", "train.compress_after", "train.outer_", "train.deterministic", "train.profile",
     "train.check_batch", "train.bf16_layers", "train.fp8_recipe",
 )  # fmt: skip
 #: Further settings that may differ if the metric comes from evaluations: they change only how the model is trained.
-_FREE_IN_TRAINING = ("adapter.", "grpo.", "train.norm_group", "train.neftune_alpha", "data.train", "data.holdout")
+_FREE_IN_TRAINING = (
+    "adapter.", "grpo.", "train.norm_group", "train.neftune_alpha", "data.train", "data.holdout", "eval.batches",
+)  # fmt: skip
 #: Settings that choose the held-out documents, if `data.eval` is empty.
 _HELD_OUT = ("data.train", "data.holdout")
 #: The metric that does not depend on the tokenizer.
@@ -108,10 +111,11 @@ def refuse_incomparable(comparison: PairedComparison) -> None:
     if not keys and not comparison.other_seeds:
         raise ConfigError("A and B have the same settings. Give settings that differ, or --aa to measure the noise.")
     for config, side in ((comparison.a, "A"), (comparison.b, "B")):
-        if config.train.max_time is not None or config.train.early_stop.patience is not None:
+        ends = (config.train.max_time, config.train.early_stop.patience, config.train.stop_at)
+        if any(end is not None for end in ends):
             raise ConfigError(
-                f"{side} has train.max_time or train.early_stop.patience: a run that ends early cannot be compared. "
-                "Remove them, and set train.steps."
+                f"{side} has train.max_time, train.early_stop.patience or train.stop_at: a run that ends early cannot "
+                "be compared. Remove them, and set train.steps."
             )
         if config.checkpoint.dir is not None:
             raise ConfigError(
@@ -121,16 +125,33 @@ def refuse_incomparable(comparison: PairedComparison) -> None:
     is_of_evaluations = name.startswith("eval.")
     if not is_of_evaluations and name != "loss":
         return  # speed and memory can be compared between any runs
-    free = _FREE + _FREE_IN_TRAINING * is_of_evaluations + ("tokenizer.",) * (name == _PER_BYTE)
     for key in keys:
-        if is_of_evaluations and not comparison.a.data.eval and key.startswith(_HELD_OUT):
-            raise ConfigError(
-                f"{key} differs between A and B, and data.eval is empty, so their held-out documents differ. Set the "
-                "same data.eval in both."
-            )
-        if not key.startswith(free):
-            hint = f"Use --metric {_PER_BYTE}" if key.startswith("tokenizer.") else "Make it equal"
-            raise ConfigError(f"{key} differs between A and B, so {name} would not measure the same. {hint}.")
+        if reason := why_incomparable(key, name, has_eval_data=bool(comparison.a.data.eval)):
+            raise ConfigError(f"{key} differs between A and B, {reason}")
+    read = [one.eval.batches * one.train.global_batch for one in (comparison.a, comparison.b)]
+    if is_of_evaluations and read[0] != read[1]:
+        raise ConfigError(
+            f"an evaluation of A reads {read[0]} samples and one of B {read[1]} (eval.batches x train.global_batch), "
+            f"so {name} would not measure the same. Set eval.batches so that the products are equal."
+        )
+
+
+def why_incomparable(key: str, metric: str, *, has_eval_data: bool) -> str:
+    """Return why a metric of runs that differ in a setting does not measure the same, or "".
+
+    Args:
+        key: the setting.
+        metric: "loss" of training, or "eval.NAME".
+        has_eval_data: both runs have the same data.eval, so that held-out documents do not come from data.train.
+    """
+    is_of_evaluations = metric.startswith("eval.")
+    if is_of_evaluations and not has_eval_data and key.startswith(_HELD_OUT):
+        return "and data.eval is empty, so their held-out documents differ. Set the same data.eval in both."
+    free = _FREE + _FREE_IN_TRAINING * is_of_evaluations + ("tokenizer.",) * (metric == _PER_BYTE)
+    if key.startswith(free):
+        return ""
+    remedy = f"Use --metric {_PER_BYTE}" if key.startswith("tokenizer.") else "Make it equal"
+    return f"so {metric} would not measure the same. {remedy}."
 
 
 # Running the pairs.

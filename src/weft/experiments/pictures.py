@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from weft.errors import DataError
 from weft.experiments.run_log import Axis, RunLog
 from weft.experiments.statistics import Estimate
 from weft.monitor.events import number
-from weft.monitor.plots import smoothed, unfinished_picture
+from weft.monitor.plots import save_figure, smoothed
 
 _COLOURS = ("#2a6fbb", "#d1495b", "#3a7d44", "#e09f3e", "#7b5ea7", "#4a9ca6", "#8c564b", "#7a7a7a")
 _SMOOTH_SHARE = 0.01
@@ -40,7 +39,7 @@ def plot_runs(logs: Sequence[RunLog], path: Path, axis: Axis = "tokens") -> Path
     axes.legend(fontsize=10, frameon=False)
     figure.suptitle("Loss of runs", x=0.01, ha="left", fontsize=14, weight="bold")
     axes.set_title("line: training, smoothed · points: evaluation", loc="left", fontsize=10.5, color="#555555")
-    return _saved(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_pairs(
@@ -83,7 +82,7 @@ def plot_pairs(
     right.set_ylabel(label, fontsize=12)
     right.legend(fontsize=10, frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, weight="bold")
-    return _saved(figure, path)
+    return save_figure(figure, path)
 
 
 def _figure(num_columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
@@ -113,14 +112,3 @@ def _draw_run(axes: Any, log: RunLog, axis: Axis, colour: str, label: str) -> No
 def _label(axes: Any, logs: Sequence[RunLog], axis: Axis) -> None:
     axes.set_xlabel(_LABELS[axis].format(unit=logs[0].unit), fontsize=12)
     axes.set_ylabel("loss", fontsize=12)
-
-
-def _saved(figure: Any, path: Path) -> Path:
-    temporary = unfinished_picture(path, os.getpid())
-    try:
-        figure.savefig(temporary, format="png")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"{path}: the plot cannot be written ({error.strerror}).") from error
-    return path

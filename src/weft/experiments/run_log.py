@@ -53,9 +53,9 @@ class Measure:
         Raises:
             ConfigError: if the metric is unknown, or its better direction is, and `best` is None.
         """
-        kind, _, key = name.rpartition("eval.")
-        if kind or not name.startswith("eval."):
+        if not name.startswith("eval."):
             return cls._of_steps(name, best)
+        key = name.removeprefix("eval.")
         if best is None and key not in _LOWER | _HIGHER:
             raise ConfigError(f"--metric {name}: its better direction is unknown. Add --best lowest or --best highest.")
         return cls(name, _UNITS.get(name, ""), best == "lowest" if best else key in _LOWER)

@@ -13,6 +13,7 @@ from weft.config.files import format_config, load_config
 from weft.config.parsing import as_toml
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, Problem, did_you_mean, nearest_name, shown
+from weft.experiments.ab import why_incomparable
 from weft.monitor.accounting import Price
 from weft.units import parse_count, parse_seconds
 
@@ -167,6 +168,7 @@ def read_sweep(path: Path, on: str | None = None) -> SweepConfig:
     config = load_config(file, [str(one) for one in settings]).config
     if config.train.epochs is not None:
         raise ConfigError("train.epochs: a sweep compares trials at the same step. Use train.steps.")
+    _refuse_other_evaluations(parameters, has_eval_data=bool(config.data.eval))
     _try_values(file, [str(one) for one in settings], parameters)
     steps = config.train.steps
     rungs = sorted({max(1, round(steps / reduction**n)) for n in range(num_rungs)})
@@ -177,6 +179,21 @@ def read_sweep(path: Path, on: str | None = None) -> SweepConfig:
         gpus=read.number("gpus", 0, 0, 1000), timeout=read.of_type("timeout", str, None), rungs=tuple(rungs),
         reduction=reduction, budget=budget,
     )  # fmt: skip
+
+
+def _refuse_other_evaluations(parameters: Sequence[Parameter], *, has_eval_data: bool) -> None:
+    """Raise ConfigError if trials would be evaluated on different samples, or by metrics of different meaning."""
+    for key in (one.key for one in parameters):
+        if key in ("train.global_batch", "eval.batches"):
+            raise ConfigError(
+                f"search.{key}: an evaluation reads eval.batches x train.global_batch samples, so trials would be "
+                "evaluated on different ones. Compare two batch sizes by weft ab, with equal products."
+            )
+        if key != "seed" and why_incomparable(key, "eval.loss", has_eval_data=has_eval_data):
+            raise ConfigError(
+                f"search.{key}: evaluations of trials that differ in it do not measure the same. Search settings of "
+                "the optimizer, schedule, model, adapter or plan; data.train needs data.eval."
+            )
 
 
 def _tables(path: Path) -> dict[str, Any]:

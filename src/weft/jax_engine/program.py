@@ -46,7 +46,7 @@ def devices(number: int, platform: str = "") -> list[Any]:
     jax.config.update("jax_threefry_partitionable", True)
     if platform:
         jax.config.update("jax_platforms", platform)
-    with contextlib.suppress(RuntimeError):  # JAX has started; the check below counts what it has
+    with contextlib.suppress(RuntimeError):  # JAX has started, so its number of devices is fixed
         jax.config.update("jax_num_cpu_devices", max(number, LEAST_DEVICES))
     try:
         found = jax.devices()

@@ -60,7 +60,15 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
     _draw_lr(lower, steps)
     figure.suptitle(title or "Training loss", x=0.01, ha="left", fontsize=14, weight="bold")
     upper.set_title(_subtitle(events, steps[-1]), loc="left", fontsize=10.5, color="#555555")
-    path = Path(path)
+    return save_figure(figure, Path(path))
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a matplotlib figure as a PNG, which is replaced atomically, and return the path.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
     temporary = unfinished_picture(path, os.getpid())
     try:
         figure.savefig(temporary, format="png")
