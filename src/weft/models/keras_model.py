@@ -1,0 +1,255 @@
+"""Keras 3 models on Keras' torch backend as torch modules whose parameters can be replaced.
+
+A Keras variable holds its tensor itself, and the torch module of a layer registers the same tensor again, together with
+those of all layers inside it. Layers in Python lists, such as those of a Sequential, are not registered as modules.
+`adopt_keras` registers each layer once, and each variable once, in the layer that owns it. Variables then read their
+tensor from that module at each access, so that replaced, gathered and moved parameters are used.
+
+Keras is never imported here: a model of it exists only if its user imported it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+
+_ADOPTED = "_weft_keras"
+#: Names under which a layer's inner layers and its own variables are registered.
+LAYERS, VARIABLES = "keras_layers", "_torch_params"
+_RATES = ("rate", "dropout", "_dropout", "recurrent_dropout", "stddev", "factor")
+#: Full tensors that variables read instead of their module's, by (id of the module, key).
+_full: dict[tuple[int, str], Tensor] = {}
+_bound: dict[type, type] = {}
+
+
+class KerasVariables(nn.Module):
+    """The variables of one layer: trainable ones as parameters, others as buffers."""
+
+    def keys(self) -> list[str]:
+        """Return the names of the variables, as Keras' own container does."""
+        return [*self._parameters, *self._buffers]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters or name in self._buffers
+
+    def __setitem__(self, path: str, value: Tensor) -> NoReturn:
+        raise ModelError(f"model: variable {path} was added after parallelize. Build all layers before it.")
+
+
+def is_keras(model: nn.Module) -> bool:
+    """Return True for a layer or model of Keras 3."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(model, getattr(keras, "Layer", ()))
+
+
+def adopt_keras(model: nn.Module, device: torch.device, ranks: int = 1) -> None:
+    """Let a Keras model's variables read their tensors from its modules. Other models are not changed.
+
+    Parameter names become paths of layers, such as keras_layers.dense._torch_params.kernel. Then `train()` and `eval()`
+    set the argument `training` of the model's calls, and `fit` raises an error.
+
+    device: device of the run. ranks: number of ranks, for the check of random layers.
+
+    Raises:
+        ModelError: if the model is not built, is compiled by `quantize` or LoRA into other variables than its layers
+            own, draws from seeds of Keras on several ranks, or Keras uses another device.
+    """
+    if not is_keras(model) or _ADOPTED in model.__dict__:
+        return
+    layers: list[Any] = list(_layers(model))
+    _check(model, layers, device, ranks)
+    for layer in layers:
+        layer._modules.pop(VARIABLES, None)
+    owned: set[int] = set()
+    for layer in layers:
+        layer._modules[VARIABLES] = holder = KerasVariables()
+        trained = {id(variable) for variable in layer._trainable_variables}
+        for variable in _own_variables(layer):
+            if id(variable) not in owned:
+                owned.add(id(variable))
+                _bind(variable, holder, is_parameter=id(variable) in trained)
+        layer.__dict__["__deepcopy__"] = MethodType(_copy, layer)
+    _register_layers(model)
+    missing = [variable.path for variable in model.variables if id(variable) not in owned]  # pyright: ignore
+    if missing:
+        raise ModelError(f"model: no layer of {type(model).__name__} holds variable {missing[0]}. Add it to a layer.")
+    model.__dict__[_ADOPTED] = True
+    for name in ("fit", "train_on_batch"):
+        model.__dict__[name] = _refuse_fit
+    model.register_forward_pre_hook(_set_training, with_kwargs=True)
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    """Yield the model and all layers inside it, each once."""
+    seen: set[int] = set()
+    for layer in model._flatten_layers(include_self=True, recursive=True):
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer
+
+
+def _own_variables(layer: Any) -> Iterator[Any]:
+    """Yield a layer's variables without those of inner layers, then the states of its seed generators."""
+    yield from (*layer._trainable_variables, *layer._non_trainable_variables)
+    yield from (generator.state for generator in layer._seed_generators)
+
+
+def _check(model: Any, layers: list[Any], device: torch.device, ranks: int) -> None:
+    name = type(model).__name__
+    keras: Any = sys.modules["keras"]
+    if keras.backend.backend() != "torch":
+        raise ModelError(f"model: Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND=torch before importing it.")
+    unbuilt = next((layer for layer in layers if not layer.built), None)
+    if unbuilt is not None:
+        raise ModelError(
+            f"model: layer {unbuilt.name} of {name} is not built. Call the model once with a batch, or give it an "
+            "Input, before parallelize."
+        )
+    used = torch.device(keras.src.backend.torch.core.get_device()).type
+    if used not in (device.type, "meta"):
+        raise ModelError(f"model: Keras uses {used}, and the run {device.type}. Set KERAS_TORCH_DEVICE={device.type}.")
+    for layer in layers:
+        if ranks > 1 and _draws_from_seed(layer):
+            raise ModelError(
+                f"model: layer {layer.name} draws from a seed of Keras, so every rank would draw the same numbers. "
+                "Use keras.layers.Dropout without seed and noise_shape, or a rate of 0."
+            )
+
+
+def _draws_from_seed(layer: Any) -> bool:
+    """Return True if a layer draws random numbers from a state of Keras, and not from torch's generator.
+
+    Keras' dropout without a seed calls torch's dropout.
+    """
+    if not layer._seed_generators:
+        return False
+    rates = [rate for name in _RATES if (rate := getattr(layer, name, None)) is not None]
+    if rates and all(isinstance(rate, int | float) and rate == 0 for rate in rates):
+        return False
+    plain = type(layer).__module__.endswith(("regularization.dropout", "attention.multi_head_attention"))
+    seeded = any(generator._initial_seed is not None for generator in layer._seed_generators)
+    return not plain or seeded or getattr(layer, "noise_shape", None) is not None
+
+
+def _bind(variable: Any, holder: KerasVariables, *, is_parameter: bool) -> None:
+    """Move a variable's tensor into a module, and let the variable read it there."""
+    name = short = variable.name.replace(".", "_")
+    number = 1
+    while hasattr(holder, name):
+        number += 1
+        name = f"{short}_{number}"
+    tensor = variable.__dict__.pop("_value")
+    if is_parameter:
+        holder.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach()))
+    else:
+        holder.register_buffer(name, tensor.detach())
+    variable.__dict__["_weft_place"] = (holder, name)
+    kind = type(variable)
+    if kind not in _bound:
+        members = {"_value": property(_read, _write), "__module__": kind.__module__}
+        _bound[kind] = type(kind.__name__, (kind,), members)
+    variable.__class__ = _bound[kind]
+
+
+def _read(variable: Any) -> Tensor:
+    holder, name = variable._weft_place
+    full = _full.get((id(holder), name))
+    if full is not None:
+        return full
+    value = holder._parameters.get(name)
+    value = holder._buffers[name] if value is None else value
+    if hasattr(value, "_local_tensor") or tuple(value.shape) != tuple(variable.shape):
+        raise ModelError(
+            f"model: variable {variable.path} is sharded, and is read outside its layer's forward. "
+            "Use run.save_keras(model, path) to save the model, or run.full_state_dict(model) to read values."
+        )
+    return value
+
+
+def _write(variable: Any, value: Any) -> NoReturn:
+    raise ModelError(f"model: variable {variable.path} was replaced after parallelize. Assign to it, or change it before.")
+
+
+def _register_layers(model: nn.Module) -> None:
+    """Register the layers that Keras holds in lists as modules, each once."""
+    seen: set[int] = {id(model)}
+
+    def register(layer: Any) -> None:
+        # A Sequential's second view of its own layers stays an attribute.
+        second = layer._modules.pop("_functional", None)
+        if second is not None:
+            layer.__dict__["_functional"] = second
+        here = {id(child) for child in layer._modules.values()} | {id(second)}
+        listed = [child for child in layer._layers if id(child) not in here | seen]
+        if listed:
+            layer._modules[LAYERS] = nn.ModuleDict(_named(listed))
+        below = [child for child in (*layer._modules.values(), *listed) if is_keras(child) and id(child) not in seen]
+        seen.update(map(id, below))
+        for child in below:
+            register(child)
+
+    register(model)
+
+
+def _named(layers: list[Any]) -> dict[str, nn.Module]:
+    """Return the layers by name, with a number after names that occur again."""
+    named: dict[str, nn.Module] = {}
+    for layer in layers:
+        name = short = layer.name.replace(".", "_")
+        number = 1
+        while name in named or hasattr(nn.ModuleDict, name):
+            number += 1
+            name = f"{short}_{number}"
+        named[name] = layer
+    return named
+
+
+def _copy(layer: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy with its own tensors. Keras' own copies are saved and loaded, without the binding."""
+    copied = object.__new__(type(layer))
+    memo[id(layer)] = copied
+    copied.__dict__.update({copy.deepcopy(key, memo): copy.deepcopy(value, memo) for key, value in vars(layer).items()})
+    return copied
+
+
+def _set_training(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Pass the module's mode as Keras' argument `training`, which inner layers inherit."""
+    outer: Any = model
+    outer._get_call_context().set_value("training", model.training)
+    if outer._call_has_context_arg.get("training", False):
+        kwargs = {**kwargs, "training": model.training}
+    return args, kwargs
+
+
+def _refuse_fit(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ModelError(
+        "model.fit: it would train on one rank's data without the plan. Use run.train_step with a loss function, "
+        "which may call losses and metrics of Keras."
+    )
+
+
+@contextmanager
+def with_full(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let variables read full tensors within the context. state: tensors by the model's parameter and buffer names."""
+    holders = {name: module for name, module in model.named_modules() if isinstance(module, KerasVariables)}
+    places = {(id(holder), key): state[f"{path}.{key}"] for path, holder in holders.items() for key in holder.keys()}
+    _full.update(places)
+    try:
+        yield
+    finally:
+        for place in places:
+            del _full[place]
+
+
+def keras_device(model: nn.Module, device: str) -> AbstractContextManager[Any]:
+    """Return a context in which a Keras model computes on a device, such as meta; for other models it does nothing."""
+    return sys.modules["keras"].device(device) if is_keras(model) else nullcontext()
