@@ -45,19 +45,35 @@ class KerasVariables(nn.Module):
         raise ModelError(f"model: variable {path} was added after parallelize. Build all layers before it.")
 
 
+class KerasConv1D(KerasVariables):
+    """The matrix product of a Keras Dense layer, whose kernel is (inputs, outputs) as in the Conv1D of GPT-2."""
+
+    nx: int
+    nf: int
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight + bias."""
+        rows = x.reshape(-1, x.shape[-1])
+        bias: Any = self._parameters.get("bias")
+        product = rows @ self.weight if bias is None else torch.addmm(bias, rows, self.weight)
+        return product.view(*x.shape[:-1], product.shape[-1])
+
+
 def is_keras(model: nn.Module) -> bool:
     """Return True for a layer or model of Keras 3."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(model, getattr(keras, "Layer", ()))
 
 
-def adopt_keras(model: nn.Module, device: torch.device, ranks: int = 1) -> None:
+def adopt_keras(model: nn.Module, device: torch.device, ranks: int = 1, tp: int = 1) -> None:
     """Let a Keras model's variables read their tensors from its modules. Other models are not changed.
 
     Parameter names become paths of layers, such as keras_layers.dense._torch_params.kernel. Then `train()` and `eval()`
     set the argument `training` of the model's calls, and `fit` raises an error.
 
-    device: device of the run. ranks: number of ranks, for the check of random layers.
+    device: device of the run. ranks: number of data ranks. tp: ranks that share a sample; with several, Dense layers
+    do not check the number of their inputs, which is a part on each rank.
 
     Raises:
         ModelError: if the model is not built, is compiled by `quantize` or LoRA into other variables than its layers
@@ -71,12 +87,17 @@ def adopt_keras(model: nn.Module, device: torch.device, ranks: int = 1) -> None:
         layer._modules.pop(VARIABLES, None)
     owned: set[int] = set()
     for layer in layers:
-        layer._modules[VARIABLES] = holder = KerasVariables()
+        layer._modules[VARIABLES] = holder = _holder_of(layer)
         trained = {id(variable) for variable in layer._trainable_variables}
         for variable in _own_variables(layer):
             if id(variable) not in owned:
                 owned.add(id(variable))
                 _bind(variable, holder, is_parameter=id(variable) in trained)
+        if isinstance(holder, KerasConv1D):
+            holder.nx, holder.nf = holder.weight.shape
+            layer.__dict__["call"] = MethodType(_call_dense, layer)
+            if tp > 1:
+                layer.input_spec = None
         layer.__dict__["__deepcopy__"] = MethodType(_copy, layer)
     _register_layers(model)
     missing = [variable.path for variable in model.variables if id(variable) not in owned]  # pyright: ignore
@@ -97,6 +118,19 @@ def _layers(model: Any) -> Iterator[Any]:
             yield layer
 
 
+def _holder_of(layer: Any) -> KerasVariables:
+    keras: Any = sys.modules["keras"]
+    is_plain = type(layer).call is keras.layers.Dense.call and len(layer._trainable_variables) == 1 + layer.use_bias
+    is_plain = is_plain and layer.compute_dtype == layer.variable_dtype and layer.quantization_mode is None
+    return KerasConv1D() if is_plain else KerasVariables()
+
+
+def _call_dense(layer: Any, inputs: Tensor, training: bool | None = None) -> Tensor:
+    """Compute a Dense layer through its module, which tensor parallelism can shard."""
+    out = layer._modules[VARIABLES](inputs)
+    return out if layer.activation is None else layer.activation(out)
+
+
 def _own_variables(layer: Any) -> Iterator[Any]:
     """Yield a layer's variables without those of inner layers, then the states of its seed generators."""
     yield from (*layer._trainable_variables, *layer._non_trainable_variables)
@@ -107,7 +141,9 @@ def _check(model: Any, layers: list[Any], device: torch.device, ranks: int) -> N
     name = type(model).__name__
     keras: Any = sys.modules["keras"]
     if keras.backend.backend() != "torch":
-        raise ModelError(f"model: Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND=torch before importing it.")
+        raise ModelError(
+            f"model: Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND=torch before importing it."
+        )
     unbuilt = next((layer for layer in layers if not layer.built), None)
     if unbuilt is not None:
         raise ModelError(
@@ -142,7 +178,8 @@ def _draws_from_seed(layer: Any) -> bool:
 
 def _bind(variable: Any, holder: KerasVariables, *, is_parameter: bool) -> None:
     """Move a variable's tensor into a module, and let the variable read it there."""
-    name = short = variable.name.replace(".", "_")
+    short = "weight" if isinstance(holder, KerasConv1D) and variable.name == "kernel" else variable.name
+    name = short = short.replace(".", "_")
     number = 1
     while hasattr(holder, name):
         number += 1
@@ -176,7 +213,9 @@ def _read(variable: Any) -> Tensor:
 
 
 def _write(variable: Any, value: Any) -> NoReturn:
-    raise ModelError(f"model: variable {variable.path} was replaced after parallelize. Assign to it, or change it before.")
+    raise ModelError(
+        f"model: variable {variable.path} was replaced after parallelize. Assign to it, or change it before."
+    )
 
 
 def _register_layers(model: nn.Module) -> None:
@@ -248,6 +287,21 @@ def with_full(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for place in places:
             del _full[place]
+
+
+def keras_example(model: Any, batch: int = 2) -> tuple[Any, ...] | None:
+    """Return zeros for the inputs of a Keras model that declares them, or None. Open sizes become 8."""
+    inputs = getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None) if is_keras(model) else None
+    if inputs is None:
+        return None
+    keras: Any = sys.modules["keras"]
+
+    def zeros(one: Any) -> Tensor:
+        shape = [batch, *(size or 8 for size in one.shape[1:])]
+        return torch.zeros(shape, dtype=keras.src.backend.torch.core.to_torch_dtype(one.dtype))
+
+    made = keras.tree.map_structure(zeros, inputs)
+    return tuple(made) if isinstance(made, list | tuple) and len(made) == 1 else (made,)
 
 
 def keras_device(model: nn.Module, device: str) -> AbstractContextManager[Any]:
