@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ModelError
+from weft.config.plan import Plan
+from weft.errors import ModelError, PlanError, Problem
 
 _ADOPTED = "_weft_keras"
 #: Names under which a layer's inner layers and its own variables are registered.
@@ -34,8 +35,8 @@ _bound: dict[type, type] = {}
 class KerasVariables(nn.Module):
     """The variables of one layer: trainable ones as parameters, others as buffers."""
 
-    def keys(self) -> list[str]:
-        """Return the names of the variables, as Keras' own container does."""
+    def names(self) -> list[str]:
+        """Return the names of the variables."""
         return [*self._parameters, *self._buffers]
 
     def __contains__(self, name: str) -> bool:
@@ -66,23 +67,27 @@ def is_keras(model: nn.Module) -> bool:
     return keras is not None and isinstance(model, getattr(keras, "Layer", ()))
 
 
-def adopt_keras(model: nn.Module, device: torch.device, ranks: int = 1, tp: int = 1) -> None:
+def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: int = 1) -> None:
     """Let a Keras model's variables read their tensors from its modules. Other models are not changed.
 
-    Parameter names become paths of layers, such as keras_layers.dense._torch_params.kernel. Then `train()` and `eval()`
-    set the argument `training` of the model's calls, and `fit` raises an error.
+    Parameter names become paths of layers, such as keras_layers.dense._torch_params.weight. Then `train()` and `eval()`
+    set the argument `training` of the model's calls, and `fit` raises an error. Under tp, Dense layers do not check the
+    number of their inputs, because a rank may have a part of them.
 
-    device: device of the run. ranks: number of data ranks. tp: ranks that share a sample; with several, Dense layers
-    do not check the number of their inputs, which is a part on each rank.
+    plan, device: of the run. data_ranks: ranks with different samples.
 
     Raises:
-        ModelError: if the model is not built, is compiled by `quantize` or LoRA into other variables than its layers
-            own, draws from seeds of Keras on several ranks, or Keras uses another device.
+        PlanError: if the plan has a technique that does not support Keras models.
+        ModelError: if the model is not built, or its results would differ from one process. These are seeds of Keras
+            and batch norms on several data ranks, and constraints. Also if Keras uses another backend or device.
     """
     if not is_keras(model) or _ADOPTED in model.__dict__:
         return
+    _check_plan(plan)
     layers: list[Any] = list(_layers(model))
-    _check(model, layers, device, ranks)
+    _check_keras(plan, device)
+    for layer in layers:
+        _check_layer(layer, type(model).__name__, data_ranks)
     for layer in layers:
         layer._modules.pop(VARIABLES, None)
     owned: set[int] = set()
@@ -96,14 +101,14 @@ def adopt_keras(model: nn.Module, device: torch.device, ranks: int = 1, tp: int 
         if isinstance(holder, KerasConv1D):
             holder.nx, holder.nf = holder.weight.shape
             layer.__dict__["call"] = MethodType(_call_dense, layer)
-            if tp > 1:
+            if plan.tp > 1:
                 layer.input_spec = None
         layer.__dict__["__deepcopy__"] = MethodType(_copy, layer)
+        layer.__dict__[_ADOPTED] = type(layer)
     _register_layers(model)
     missing = [variable.path for variable in model.variables if id(variable) not in owned]  # pyright: ignore
     if missing:
         raise ModelError(f"model: no layer of {type(model).__name__} holds variable {missing[0]}. Add it to a layer.")
-    model.__dict__[_ADOPTED] = True
     for name in ("fit", "train_on_batch"):
         model.__dict__[name] = _refuse_fit
     model.register_forward_pre_hook(_set_training, with_kwargs=True)
@@ -137,28 +142,59 @@ def _own_variables(layer: Any) -> Iterator[Any]:
     yield from (generator.state for generator in layer._seed_generators)
 
 
-def _check(model: Any, layers: list[Any], device: torch.device, ranks: int) -> None:
-    name = type(model).__name__
+def _check_plan(plan: Plan) -> None:
+    values = {"pp": plan.pp > 1, "cp": plan.cp > 1, "ep": plan.ep > 1, "sp": plan.sp, "compile": plan.compile}
+    values |= {"graphs": plan.graphs, "precision": plan.precision not in ("fp32", "fp64")}
+    for field, is_set in values.items():
+        if is_set:
+            value = getattr(plan, field)
+            value = "on" if value is True else value
+            remedy = "a dtype policy of Keras for the precision, and " if field == "precision" else ""
+            problem = (
+                f"{field}={value}: Keras models do not support it. Use {remedy}dp_replicate, dp_shard, zero or tp."
+            )
+            raise PlanError([Problem(field, problem)])
+
+
+def _check_keras(plan: Plan, device: torch.device) -> None:
     keras: Any = sys.modules["keras"]
     if keras.backend.backend() != "torch":
         raise ModelError(
             f"model: Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND=torch before importing it."
         )
-    unbuilt = next((layer for layer in layers if not layer.built), None)
-    if unbuilt is not None:
+    used = torch.device(keras.src.backend.torch.core.get_device()).type
+    if used != device.type:
+        raise ModelError(f"model: Keras uses {used}, and the run {device.type}. Set KERAS_TORCH_DEVICE={device.type}.")
+    product = keras.backend.result_type("float64", "float64")
+    if plan.precision == "fp64" and product != "float64":
+        problem = f"precision=fp64: Keras computes matrix products of float64 in {product}. Use precision=fp32."
+        raise PlanError([Problem("precision", problem)])
+
+
+def _check_layer(layer: Any, model: str, data_ranks: int) -> None:
+    """Raise ModelError if a layer is not built, or would train differently from one process."""
+    keras: Any = sys.modules["keras"]
+    if not layer.built:
         raise ModelError(
-            f"model: layer {unbuilt.name} of {name} is not built. Call the model once with a batch, or give it an "
+            f"model: layer {layer.name} of {model} is not built. Call the model once with a batch, or give it an "
             "Input, before parallelize."
         )
-    used = torch.device(keras.src.backend.torch.core.get_device()).type
-    if used not in (device.type, "meta"):
-        raise ModelError(f"model: Keras uses {used}, and the run {device.type}. Set KERAS_TORCH_DEVICE={device.type}.")
-    for layer in layers:
-        if ranks > 1 and _draws_from_seed(layer):
+    for variable in _own_variables(layer):
+        if variable.constraint is not None:
             raise ModelError(
-                f"model: layer {layer.name} draws from a seed of Keras, so every rank would draw the same numbers. "
-                "Use keras.layers.Dropout without seed and noise_shape, or a rate of 0."
+                f"model: variable {variable.path} has a constraint, which only the optimizers of Keras apply. Leave it "
+                "out, or compute the constrained weight in the layer."
             )
+    if data_ranks > 1 and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+        raise ModelError(
+            f"model: layer {layer.name} would normalize by one rank's samples, and its moving averages would differ "
+            "between ranks. Use GroupNormalization or LayerNormalization, trainable=False, or one data rank."
+        )
+    if data_ranks > 1 and _draws_from_seed(layer):
+        raise ModelError(
+            f"model: layer {layer.name} draws from a seed of Keras, so every rank would draw the same numbers. "
+            "Use keras.layers.Dropout without seed and noise_shape, or a rate of 0."
+        )
 
 
 def _draws_from_seed(layer: Any) -> bool:
@@ -278,15 +314,24 @@ def _refuse_fit(*args: Any, **kwargs: Any) -> NoReturn:
 
 @contextmanager
 def with_full(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let variables read full tensors within the context. state: tensors by the model's parameter and buffer names."""
-    holders = {name: module for name, module in model.named_modules() if isinstance(module, KerasVariables)}
-    places = {(id(holder), key): state[f"{path}.{key}"] for path, holder in holders.items() for key in holder.keys()}
+    """Let a model be saved within the context: variables read full tensors, and layers have their own classes.
+
+    state: tensors by the model's parameter and buffer names.
+    """
+    named = dict(model.named_modules())
+    holders = {name: module for name, module in named.items() if isinstance(module, KerasVariables)}
+    places = {(id(holder), key): state[f"{path}.{key}"] for path, holder in holders.items() for key in holder.names()}
+    classes = {module: type(module) for module in named.values() if is_keras(module)}
     _full.update(places)
+    for module in classes:
+        module.__class__ = vars(module)[_ADOPTED]
     try:
         yield
     finally:
         for place in places:
             del _full[place]
+        for module, kind in classes.items():
+            module.__class__ = kind
 
 
 def keras_example(model: Any, batch: int = 2) -> tuple[Any, ...] | None:

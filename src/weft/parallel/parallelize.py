@@ -293,7 +293,7 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
-    adopt_keras(model, mesh.device, mesh.replica.data.size, mesh.plan.tp)
+    adopt_keras(model, mesh.plan, mesh.device, mesh.data.size)
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
     if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(message, WeftWarning, stacklevel=3)
