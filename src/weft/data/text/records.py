@@ -1,4 +1,4 @@
-"""Readers of record files: text, jsonl, json, csv and parquet.
+"""Readers of record files: text, jsonl, json, csv, parquet and tfrecord.
 
 The delimiter of a csv file is detected in its first rows.
 """
@@ -9,6 +9,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from weft.data.text.source import SourceFile
+from weft.data.text.tfrecord import BadExample, BadFile, parse_example, read_frames
 from weft.errors import DataError
 from weft.units import format_bytes
 
 DELIMITERS = ",;\t|"
 _MAX_ROWS = 50
+#: Records of a TFRecord file that show which features are lists.
+_FIRST_EXAMPLES = 32
 
 
 def sniff_delimiter(head: bytes, usual: str) -> str:
@@ -264,7 +268,7 @@ class RecordReader:
         max_record_bytes: longer lines of jsonl, array elements of json, and rows of csv and parquet are yielded as
             Broken. Only rows of parquet are read into memory first.
         piece_bytes: approximate size of the chunks of text files, which end at line ends if possible.
-        columns: columns of a parquet file to read, or None for all.
+        columns: columns of a parquet or tfrecord file to read, or None for all.
         on_progress: called with `position()` at intervals while a line of jsonl that is too long is skipped.
 
     Raises:
@@ -297,13 +301,15 @@ class RecordReader:
         if self._file.format == "parquet":
             yield from self._parquet()
             return
-        readers = {"text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv}
+        readers = {
+            "text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv, "tfrecord": self._tfrecord
+        }  # fmt: skip
         try:
             with self._file.path.open("rb") as raw:
                 self._position = raw.tell
                 yield from readers[self._file.format](_decompressed(raw, self._file.compression))
                 self._position = lambda: self._file.size_bytes
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile, BadFile) as error:
             raise self._damaged(error) from error
         except OSError as error:
             if error.errno is None:  # from pyarrow, for compressed data
@@ -383,6 +389,31 @@ class RecordReader:
                 )
         except BadArray as error:
             yield Broken.of(name, number + 1, error.reason, error.excerpt)
+
+    def _tfrecord(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        """Yield the Examples of a TFRecord file.
+
+        A feature with one value in each of the first records is a single value, and else a list. Bytes are text.
+        """
+        name = self._file.name
+        frames = enumerate(read_frames(stream, self._max_record_bytes), start=1)
+        first = [self._example(number, *frame) for number, frame in itertools.islice(frames, _FIRST_EXAMPLES)]
+        lists = {key for one in first if isinstance(one, Record) for key, value in one.value.items() if len(value) != 1}
+        for one in itertools.chain(first, (self._example(number, *frame) for number, frame in frames)):
+            if isinstance(one, Broken):
+                yield one
+                continue
+            value = {key: each[0] if len(each) == 1 and key not in lists else each for key, each in one.value.items()}
+            yield Record(name, one.number, value)
+
+    def _example(self, number: int, message: bytes, reason: str) -> Record | Broken:
+        name = self._file.name
+        if reason:
+            return Broken.of(name, number, reason, message[: 4 * _EXCERPT_CHARS])
+        try:
+            return Record(name, number, parse_example(message, self._columns))
+        except BadExample:
+            return Broken.of(name, number, "not a tf.train.Example", message[: 4 * _EXCERPT_CHARS])
 
     def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name = self._file.name
@@ -509,7 +540,7 @@ def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
 
 def wide_encoding(file: SourceFile) -> str:
     """Return "UTF-16" or "UTF-32" if the first bytes of a file show that encoding, else ""."""
-    if file.format == "parquet":
+    if file.format in ("parquet", "tfrecord"):
         return ""
     try:
         with file.path.open("rb") as raw:

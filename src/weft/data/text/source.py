@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from weft.errors import DataError, did_you_mean
 #: Format of each file suffix. A file with one of the text suffixes is one document.
 FORMATS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
+    ".tfrecord": "tfrecord", ".tfrecords": "tfrecord",
     **dict.fromkeys(
         (".txt", ".text", ".md", ".rst", ".log", ".tex", ".html", ".xml", ".yaml", ".yml", ".toml", ".ini", ".sql",
          ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".go", ".rs", ".java", ".js", ".ts", ".rb", ".sh"),
@@ -24,6 +26,8 @@ FORMATS = {
     ),
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
+#: Number of a shard, as in data.tfrecord-00000-of-00010.
+_SHARD = re.compile(r"-\d+-of-\d+$")
 _STDLIB_LEFT_OUT = frozenset(
     (
         *("test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"),
@@ -130,7 +134,7 @@ def _odd(place: Path) -> str:
 def _format_of(path: Path) -> tuple[str, str] | None:
     compression = COMPRESSIONS.get(path.suffix.lower(), "")
     suffix = Path(path.stem).suffix if compression else path.suffix
-    data_format = FORMATS.get(suffix.lower())
+    data_format = FORMATS.get(_SHARD.sub("", suffix.lower()))
     if data_format is None or (compression and data_format == "parquet"):
         return None
     return data_format, compression
