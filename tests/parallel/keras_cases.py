@@ -93,7 +93,7 @@ def subclass(keras: Any, layers: Any) -> Any:
 
 
 def batch_norm(keras: Any, layers: Any) -> Any:
-    parts = (layers.Dense(32), layers.BatchNormalization(), layers.ReLU(), layers.Dense(CLASSES))
+    parts = (layers.Dense(32, "relu"), layers.Dense(16), layers.BatchNormalization(), layers.Dense(CLASSES))
     return keras.Sequential([keras.Input((16,)), *parts])
 
 

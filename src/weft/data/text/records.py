@@ -9,7 +9,6 @@ import codecs
 import csv
 import gzip
 import io
-import itertools
 import json
 import re
 import zlib
@@ -18,14 +17,12 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from weft.data.text.source import SourceFile
-from weft.data.text.tfrecord import BadExample, BadFile, parse_example, read_frames
+from weft.data.text.tfrecord import BadFile, read_examples
 from weft.errors import DataError
 from weft.units import format_bytes
 
 DELIMITERS = ",;\t|"
 _MAX_ROWS = 50
-#: Records of a TFRecord file that show which features are lists.
-_FIRST_EXAMPLES = 32
 
 
 def sniff_delimiter(head: bytes, usual: str) -> str:
@@ -391,29 +388,12 @@ class RecordReader:
             yield Broken.of(name, number + 1, error.reason, error.excerpt)
 
     def _tfrecord(self, stream: BinaryIO) -> Iterator[Record | Broken]:
-        """Yield the Examples of a TFRecord file.
-
-        A feature with one value in each of the first records is a single value, and else a list. Bytes are text.
-        """
-        name = self._file.name
-        frames = enumerate(read_frames(stream, self._max_record_bytes), start=1)
-        first = [self._example(number, *frame) for number, frame in itertools.islice(frames, _FIRST_EXAMPLES)]
-        lists = {key for one in first if isinstance(one, Record) for key, value in one.value.items() if len(value) != 1}
-        for one in itertools.chain(first, (self._example(number, *frame) for number, frame in frames)):
-            if isinstance(one, Broken):
-                yield one
-                continue
-            value = {key: each[0] if len(each) == 1 and key not in lists else each for key, each in one.value.items()}
-            yield Record(name, one.number, value)
-
-    def _example(self, number: int, message: bytes, reason: str) -> Record | Broken:
-        name = self._file.name
-        if reason:
-            return Broken.of(name, number, reason, message[: 4 * _EXCERPT_CHARS])
-        try:
-            return Record(name, number, parse_example(message, self._columns))
-        except BadExample:
-            return Broken.of(name, number, "not a tf.train.Example", message[: 4 * _EXCERPT_CHARS])
+        examples = read_examples(cast("io.BufferedReader", stream), self._max_record_bytes, self._columns)
+        for number, (value, reason) in enumerate(examples, start=1):
+            if isinstance(value, bytes):
+                yield Broken.of(self._file.name, number, reason, value[: 4 * _EXCERPT_CHARS])
+            else:
+                yield Record(self._file.name, number, value)
 
     def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name = self._file.name

@@ -27,7 +27,7 @@ FORMATS = {
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 #: Number of a shard, as in data.tfrecord-00000-of-00010.
-_SHARD = re.compile(r"-\d+-of-\d+$")
+_SHARD = re.compile(r"(?<=\.tfrecord)(s?)-\d+-of-\d+$")
 _STDLIB_LEFT_OUT = frozenset(
     (
         *("test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"),
@@ -134,7 +134,7 @@ def _odd(place: Path) -> str:
 def _format_of(path: Path) -> tuple[str, str] | None:
     compression = COMPRESSIONS.get(path.suffix.lower(), "")
     suffix = Path(path.stem).suffix if compression else path.suffix
-    data_format = FORMATS.get(_SHARD.sub("", suffix.lower()))
+    data_format = FORMATS.get(_SHARD.sub(r"\1", suffix.lower()))
     if data_format is None or (compression and data_format == "parquet"):
         return None
     return data_format, compression

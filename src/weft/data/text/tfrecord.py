@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import gzip
 import io
+import itertools
 import struct
 from collections.abc import Collection, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ _POLYNOMIAL, _MASK_DELTA = 0x82F63B78, 0xA282EAD8
 _BLOCK_BYTES = 1024
 _HEADER, _CHECKSUM = struct.Struct("<QI"), struct.Struct("<I")
 _SKIP_BYTES = 2**20
+#: Records that show which features are lists.
+_FIRST_EXAMPLES = 32
 _GZIP = b"\x1f\x8b"
 
 
@@ -65,7 +68,41 @@ def masked(checksum: int) -> int:
     return ((checksum >> 15 | checksum << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
-def read_frames(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[bytes, str]]:
+def read_examples(
+    stream: io.BufferedReader, max_bytes: int, columns: Collection[str] | None = None
+) -> Iterator[tuple[dict[str, Any] | bytes, str]]:
+    """Yield the features of each record with "", or its message and why it cannot be used.
+
+    A feature with one value in each of the first records is a single value, and else a list.
+
+    max_bytes, columns: see `read_frames` and `parse_example`. Raises BadFile as `read_frames`.
+    """
+
+    def parsed(message: bytes, reason: str) -> tuple[dict[str, list[Any]] | bytes, str]:
+        try:
+            return (message, reason) if reason else (parse_example(message, columns), "")
+        except BadExample:
+            return message, "not a tf.train.Example"
+
+    frames = read_frames(stream, max_bytes)
+    first: list[tuple[dict[str, list[Any]] | bytes, str]] = []
+    damage: BadFile | None = None
+    try:
+        first.extend(parsed(*frame) for frame in itertools.islice(frames, _FIRST_EXAMPLES))
+    except BadFile as error:
+        damage = error
+    found = [one for one, _ in first if not isinstance(one, bytes)]
+    lists = {key for one in found for key, values in one.items() if len(values) != 1}
+    for one, reason in itertools.chain(first, (parsed(*frame) for frame in frames)):
+        if isinstance(one, bytes):
+            yield one, reason
+        else:
+            yield {key: each[0] if len(each) == 1 and key not in lists else each for key, each in one.items()}, ""
+    if damage is not None:
+        raise damage
+
+
+def read_frames(stream: io.BufferedReader, max_bytes: int) -> Iterator[tuple[bytes, str]]:
     """Yield the message of each record, and why it cannot be used, or "".
 
     A file that is compressed with gzip is recognized by its first bytes. Of a message of more than `max_bytes`, only
@@ -74,11 +111,10 @@ def read_frames(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[bytes, str]]
     Raises:
         BadFile: if a length is damaged, or the file ends within a record.
     """
+    start = stream.peek(_HEADER.size)[: _HEADER.size]
+    if start.startswith(_GZIP) and _length_of(start) is None:
+        stream = io.BufferedReader(gzip.GzipFile(fileobj=stream))  # pyright: ignore[reportArgumentType] - as in records
     header = stream.read(_HEADER.size)
-    if header.startswith(_GZIP) and _length_of(header) is None:
-        whole = _Rest(header, stream)
-        stream = io.BufferedReader(gzip.GzipFile(fileobj=whole))  # pyright: ignore[reportArgumentType] - as in records.py
-        header = stream.read(_HEADER.size)
     number = 0
     while header:
         number += 1
@@ -105,21 +141,6 @@ def _length_of(header: bytes) -> int | None:
         return None
     length, checksum = _HEADER.unpack(header)
     return length if checksum == masked(crc32c(header[:8])) else None
-
-
-class _Rest(io.RawIOBase):
-    """A stream that returns bytes that were already read, then the rest of another stream."""
-
-    def __init__(self, head: bytes, rest: BinaryIO):
-        self._head, self._stream = head, rest
-
-    def read(self, size: int = -1) -> bytes:
-        if not self._head:
-            return self._stream.read(size)
-        head, self._head = self._head, b""
-        if 0 <= size < len(head):
-            head, self._head = head[:size], head[size:]
-        return head
 
 
 def parse_example(message: bytes, columns: Collection[str] | None = None) -> dict[str, list[Any]]:
