@@ -214,97 +214,9 @@ def _draws_from_seed(layer: Any) -> bool:
         return False
     rates = [rate for name in _RATES if (rate := getattr(layer, name, None)) is not None]
     # Attention draws in its inner Dropout layer.
-    drops_inside = isinstance(layer, sys.modules["keras"].layers.MultiHeadAttention) and layer._dropout_layer
+    attention = sys.modules["keras"].layers.MultiHeadAttention
+    drops_inside = isinstance(layer, attention) and getattr(layer, "_dropout_layer", None) is not None
     return not (drops_inside or (rates and all(isinstance(rate, int | float) and rate == 0 for rate in rates)))
-
-
-def _holder_of(layer: Any) -> KerasVariables:
-    keras: Any = sys.modules["keras"]
-    is_plain = type(layer).call is keras.layers.Dense.call and len(layer._trainable_variables) == 1 + layer.use_bias
-    is_plain = is_plain and layer.compute_dtype == layer.variable_dtype and layer.quantization_mode is None
-    return KerasConv1D() if is_plain else KerasVariables()
-
-
-def _call_dense(layer: Any, inputs: Tensor, training: bool | None = None) -> Tensor:
-    """Compute a Dense layer through its module, which tensor parallelism can shard."""
-    out = layer._modules[VARIABLES](inputs)
-    return out if layer.activation is None else layer.activation(out)
-
-
-def _own_variables(layer: Any) -> Iterator[Any]:
-    """Yield a layer's variables without those of inner layers, then the states of its seed generators."""
-    yield from (*layer._trainable_variables, *layer._non_trainable_variables)
-    yield from (generator.state for generator in layer._seed_generators)
-
-
-def _check_plan(plan: Plan) -> None:
-    values = {"pp": plan.pp > 1, "cp": plan.cp > 1, "ep": plan.ep > 1, "sp": plan.sp, "compile": plan.compile}
-    values |= {"graphs": plan.graphs, "precision": plan.precision not in ("fp32", "fp64")}
-    for field, is_set in values.items():
-        if is_set:
-            value = getattr(plan, field)
-            value = "on" if value is True else value
-            remedy = "a dtype policy of Keras for the precision, and " if field == "precision" else ""
-            problem = (
-                f"{field}={value}: Keras models do not support it. Use {remedy}dp_replicate, dp_shard, zero or tp."
-            )
-            raise PlanError([Problem(field, problem)])
-
-
-def _check_keras(plan: Plan, device: torch.device) -> None:
-    keras: Any = sys.modules["keras"]
-    if keras.backend.backend() != "torch":
-        raise ModelError(
-            f"model: Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND=torch before importing it."
-        )
-    used = torch.device(keras.src.backend.torch.core.get_device()).type
-    if used != device.type:
-        raise ModelError(f"model: Keras uses {used}, and the run {device.type}. Set KERAS_TORCH_DEVICE={device.type}.")
-    product = keras.backend.result_type("float64", "float64")
-    if plan.precision == "fp64" and product != "float64":
-        problem = f"precision=fp64: Keras computes matrix products of float64 in {product}. Use precision=fp32."
-        raise PlanError([Problem("precision", problem)])
-
-
-def _check_layer(layer: Any, model: str, data_ranks: int) -> None:
-    """Raise ModelError if a layer is not built, or would train differently from one process."""
-    keras: Any = sys.modules["keras"]
-    if not layer.built:
-        raise ModelError(
-            f"model: layer {layer.name} of {model} is not built. Call the model once with a batch, or give it an "
-            "Input, before parallelize."
-        )
-    for variable in _own_variables(layer):
-        if variable.constraint is not None:
-            raise ModelError(
-                f"model: variable {variable.path} has a constraint, which only the optimizers of Keras apply. Leave it "
-                "out, or compute the constrained weight in the layer."
-            )
-    if data_ranks > 1 and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-        raise ModelError(
-            f"model: layer {layer.name} would normalize by one rank's samples, and its moving averages would differ "
-            "between ranks. Use GroupNormalization or LayerNormalization, trainable=False, or one data rank."
-        )
-    if data_ranks > 1 and _draws_from_seed(layer):
-        raise ModelError(
-            f"model: layer {layer.name} draws from a seed of Keras, so every rank would draw the same numbers. "
-            "Use keras.layers.Dropout without seed and noise_shape, or a rate of 0."
-        )
-
-
-def _draws_from_seed(layer: Any) -> bool:
-    """Return True if a layer draws random numbers from a state of Keras, and not from torch's generator.
-
-    Keras' dropout without a seed calls torch's dropout.
-    """
-    if not layer._seed_generators:
-        return False
-    rates = [rate for name in _RATES if (rate := getattr(layer, name, None)) is not None]
-    if rates and all(isinstance(rate, int | float) and rate == 0 for rate in rates):
-        return False
-    plain = type(layer).__module__.endswith(("regularization.dropout", "attention.multi_head_attention"))
-    seeded = any(generator._initial_seed is not None for generator in layer._seed_generators)
-    return not plain or seeded or getattr(layer, "noise_shape", None) is not None
 
 
 def _bind(variable: Any, holder: KerasVariables, *, is_parameter: bool) -> None:

@@ -298,9 +298,8 @@ class RecordReader:
         if self._file.format == "parquet":
             yield from self._parquet()
             return
-        readers = {
-            "text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv, "tfrecord": self._tfrecord
-        }  # fmt: skip
+        readers = {"text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv}
+        readers["tfrecord"] = self._tfrecord
         try:
             with self._file.path.open("rb") as raw:
                 self._position = raw.tell
