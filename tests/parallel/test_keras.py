@@ -14,7 +14,8 @@ from weft.config.plan import Plan
 from weft.errors import ModelError, PlanError
 from weft.parallel.parallelize import parallelize
 
-pytestmark = needs_keras
+#: Keras' variables have an __array__ without numpy 2's argument `copy`.
+pytestmark = [needs_keras, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
 
 EXACT = ("dense", "convolution", "attention", "recurrent", "frozen", "nested", "subclass", "dropout")
 PLANS = {
@@ -46,7 +47,7 @@ def refusals() -> dict[str, str]:
         "batch norm": keras.Sequential([inputs, layers.BatchNormalization(name="norm")]),
         "noise": keras.Sequential([inputs, layers.GaussianNoise(0.5, name="noise")]),
         "seed": keras.Sequential([inputs, layers.Dropout(0.5, seed=1, name="seeded")]),
-        "constraint": keras.Sequential([inputs, constrained]),
+        "constraint": keras.Sequential([inputs, constrained], name="box"),
         "unbuilt": keras.Sequential([layers.Dense(2, name="late")], name="net"),
     }
     for name, model in models.items():
@@ -104,7 +105,7 @@ def test_models_that_would_train_differently_are_refused(ranks2):
         "Use keras.layers.Dropout without seed and noise_shape, or a rate of 0.",
         "seed": "model: layer seeded draws from a seed of Keras, so every rank would draw the same numbers. "
         "Use keras.layers.Dropout without seed and noise_shape, or a rate of 0.",
-        "constraint": "model: variable limited/kernel has a constraint, which only the optimizers of Keras apply. "
+        "constraint": "model: variable box/limited/kernel has a constraint, which only the optimizers of Keras apply. "
         "Leave it out, or compute the constrained weight in the layer.",
         "unbuilt": "model: layer net of Sequential is not built. Call the model once with a batch, or give it "
         "an Input, before parallelize.",
@@ -123,6 +124,7 @@ def test_fit_and_plans_without_support_are_refused(monkeypatch):
         model.torch_params["extra"] = torch.zeros(1)
     from keras.src.backend.common import dtypes
 
+    plain = keras_cases.build("dense")
     monkeypatch.setitem(dtypes.BIT64_TO_BIT32_DTYPE, "float64", "float32")
     with pytest.raises(PlanError, match="precision=fp64: Keras computes matrix products of float64 in float32"):
-        parallelize(keras_cases.build("dense"), build_mesh(Plan.parse("precision=fp64")))
+        parallelize(plain, build_mesh(Plan.parse("precision=fp64")))
