@@ -1,9 +1,9 @@
 """Keras 3 models on Keras' torch backend as torch modules whose parameters can be replaced.
 
-A Keras variable holds its tensor itself, and the torch module of a layer registers the same tensor again, together with
-those of all layers inside it. Layers in Python lists, such as those of a Sequential, are not registered as modules.
+A Keras variable holds its tensor, and the torch module of a layer registers that tensor again, with the tensors of all
+inner layers. Layers in Python lists, such as those of a Sequential, are not registered as modules.
 `adopt_keras` registers each layer once, and each variable once, in the layer that owns it. Variables then read their
-tensor from that module at each access, so that replaced, gathered and moved parameters are used.
+tensor from this module at each access, so that replaced, gathered and moved parameters are used.
 
 Keras is never imported here: a model of it exists only if its user imported it.
 """
@@ -68,7 +68,7 @@ def is_keras(model: nn.Module) -> bool:
 
 
 def is_keras_dropout(module: Any) -> bool:
-    """Return True for a Dropout layer of Keras that calls torch's dropout, which it does without a seed of its own."""
+    """Return True for a Dropout layer of Keras that calls torch's dropout, which it does without a seed."""
     return (
         is_keras(module)
         and isinstance(module, sys.modules["keras"].layers.Dropout)
@@ -85,7 +85,7 @@ def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: 
     set the argument `training` of the model's calls, and `fit` raises an error. Under tp, Dense layers do not check the
     number of their inputs, because a rank may have a part of them.
 
-    plan, device: of the run. data_ranks: ranks with different samples.
+    plan: plan of the run. device: device of the run. data_ranks: ranks with different samples.
 
     Raises:
         PlanError: if the plan has a technique that does not support Keras models.
@@ -148,7 +148,7 @@ def _call_dense(layer: Any, inputs: Tensor, training: bool | None = None) -> Ten
 
 
 def _own_variables(layer: Any) -> Iterator[Any]:
-    """Yield a layer's variables without those of inner layers, then the states of its seed generators."""
+    """Yield a layer's variables without inner layers, then the states of its seed generators."""
     yield from (*layer._trainable_variables, *layer._non_trainable_variables)
     yield from (generator.state for generator in layer._seed_generators)
 
@@ -266,7 +266,7 @@ def _register_layers(model: nn.Module) -> None:
     seen: set[int] = {id(model)}
 
     def register(layer: Any) -> None:
-        # A Sequential's second view of its own layers stays an attribute.
+        # A Sequential has a second view of its layers, which stays an attribute.
         second = layer._modules.pop("_functional", None)
         if second is not None:
             layer.__dict__["_functional"] = second

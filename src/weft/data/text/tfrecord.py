@@ -71,7 +71,7 @@ def masked(checksum: int) -> int:
 def read_examples(
     stream: io.BufferedReader, max_bytes: int, columns: Collection[str] | None = None
 ) -> Iterator[tuple[dict[str, Any] | bytes, str]]:
-    """Yield the features of each record with "", or its message and why it cannot be used.
+    """Yield the features of each record with "", or its message and the reason why it is unusable.
 
     A feature with one value in each of the first records is a single value, and else a list.
 
@@ -103,7 +103,7 @@ def read_examples(
 
 
 def read_frames(stream: io.BufferedReader, max_bytes: int) -> Iterator[tuple[bytes, str]]:
-    """Yield the message of each record, and why it cannot be used, or "".
+    """Yield the message of each record, and the reason why it is unusable, or "".
 
     A file that is compressed with gzip is recognized by its first bytes. Of a message of more than `max_bytes`, only
     the first bytes are yielded.
@@ -175,7 +175,7 @@ def _message(value: int | memoryview) -> memoryview:
 
 
 def _values(feature: memoryview) -> list[Any]:
-    """Return the values of a tf.train.Feature: of its last field of bytes_list, float_list or int64_list."""
+    """Return the values of a tf.train.Feature, from its last bytes_list, float_list or int64_list."""
     kinds = [(number, _message(part)) for number, part in _fields(feature)]
     if not kinds:
         return []
@@ -248,7 +248,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _varint(message: memoryview, place: int) -> tuple[int, int]:
-    """Return the integer at a place, and the place after it."""
+    """Return the integer at an index, and the index after it."""
     value = 0
     for count in range(10):
         if place + count >= len(message):
