@@ -33,10 +33,6 @@ STRATEGIES = {  # of docs/how-to/from_tensorflow.md
 }
 
 
-def trained_all(cases: list[tuple[str, str]]):
-    return {case: keras_cases.trained(*case) for case in cases}
-
-
 def refusals() -> dict[str, str]:
     """Return the error text of each plan, model or call that is refused on two data ranks."""
     keras, found = keras_cases.load_keras(), {}
@@ -75,10 +71,8 @@ def expected():
 
 
 def test_plans_train_and_save_keras_models_like_one_process(ranks2, expected):
-    cases = [(plan, name) for plan, names in PLANS.items() for name in names if plan]
-    found = ranks2.run(trained_all, cases)[0]
-    for case in cases:
-        check(case, found[case], expected[case[1]])
+    for case in [(plan, name) for plan, names in PLANS.items() for name in names if plan]:
+        check(case, ranks2.run(keras_cases.trained, *case)[0], expected[case[1]])
 
 
 def test_one_process_trains_like_a_plain_loop(expected):
@@ -91,10 +85,8 @@ def test_rows_of_the_guide_from_tensorflow_train_like_one_process(ranks2, expect
     for strategy, plan in STRATEGIES.items():
         row = next(line for line in guide.splitlines() if line.startswith(f"| `{strategy}`"))
         assert f"`{plan.replace('=2', '=N', 1)}`" in row
-    plans = sorted({*STRATEGIES.values()} - {*PLANS})
-    found = ranks2.run(trained_all, [(plan, "dense") for plan in plans])[0]
-    for case, one in found.items():
-        check(case, one, expected["dense"])
+    for plan in {*STRATEGIES.values()} - {*PLANS}:
+        check((plan, "dense"), ranks2.run(keras_cases.trained, plan, "dense")[0], expected["dense"])
 
 
 def test_models_that_would_train_differently_are_refused(ranks2):
