@@ -85,15 +85,16 @@ def free_port() -> int:
 
 #: Pages with a script of another library and one of Weft with the same result.
 JOBS = ("from_fsdp", "from_lightning", "from_accelerate")
+KERAS_JOBS = ("from_tensorflow",) if importlib.util.find_spec("keras") else ()
 
 
 def test_scripts_for_switchers_run_on_one_process(tmp_path):
-    blocks = [blocks_of(page, "python") for page in JOBS]
+    blocks = [blocks_of(page, "python") for page in (*JOBS, *KERAS_JOBS)]
     for before, _ in blocks:
         compile(before, "before", "exec")
     driver, scripts = written([after for _, after in blocks], tmp_path)
     results = run(driver, *scripts, home=tmp_path)
-    assert [line.split()[0] for line in results] == ["weights", "loss", "weights"]
+    assert [line.split()[0] for line in results] == ["weights", "loss", "weights", *["loss" for _ in KERAS_JOBS]]
 
 
 @pytest.mark.full

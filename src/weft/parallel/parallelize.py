@@ -19,6 +19,7 @@ from weft.memory.recompute import apply_recompute
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.find_layout import expect_parts_named
 from weft.models.inspect.token_flow import TokenRegions
+from weft.models.keras_model import adopt_keras
 from weft.parallel.batch_norm.norm_groups import group_norms, norm_groups_of
 from weft.parallel.choose_engine import build_engine
 from weft.parallel.compile_blocks import compile_blocks, register_operators, warn_of_uncompiled
@@ -292,6 +293,7 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
+    adopt_keras(model, mesh.plan, mesh.device, mesh.data.size)
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
     if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(message, WeftWarning, stacklevel=3)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from weft.models.inspect.private_torch import children
+from weft.models.keras_model import KerasVariables
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (nn.Sequential, *LISTS)
@@ -164,8 +165,8 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return True if no child of the module has parameters."""
-    return not any(has_params(child) for child in module.children())
+    """Return True if no child of the module has parameters, except the variables of a Keras layer."""
+    return not any(has_params(child) for child in module.children() if not isinstance(child, KerasVariables))
 
 
 def has_params(module: nn.Module) -> bool:

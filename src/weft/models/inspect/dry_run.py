@@ -23,6 +23,7 @@ from weft.models.inspect.blocks import Site, has_params, is_never_called, join_p
 from weft.models.inspect.counted_sizes import watched_loops
 from weft.models.inspect.layers import is_linear, weight_of
 from weft.models.inspect.private_torch import children
+from weft.models.keras_model import keras_device, keras_example
 from weft.private_torch import tree_leaves, tree_map
 
 #: Tokens of the shortest sequence for which `Inputs` are made.
@@ -49,7 +50,7 @@ def call_without_numbers(
     try:
         with (
             _unchanged(model), hugging_face.experts_at_once(model), torch.no_grad(), torch.device("meta"),
-            _layer_by_layer(), mode,
+            _layer_by_layer(), keras_device(model, "meta"), mode,
         ):  # fmt: skip
             model.eval()
             return torch.func.functional_call(model, meta, args, kwargs, tie_weights=True)
@@ -108,7 +109,8 @@ def _call_once(
     try:
         with (
             _same_draws(), _unchanged(model), hugging_face.experts_at_once(model),
-            torch.enable_grad(), torch.device(device), _layer_by_layer(), watched_loops(model), watch(inputs),
+            torch.enable_grad(), torch.device(device), _layer_by_layer(), keras_device(model, device),
+            watched_loops(model), watch(inputs),
         ):  # fmt: skip
             if not training:
                 model.eval()
@@ -229,6 +231,8 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
 
     Raises LayoutError if no layer shows the kind of input.
     """
+    if (declared := keras_example(model, batch)) is not None:
+        return declared
     name = getattr(model, "main_input_name", None)
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from weft.models.keras_model import is_keras_dropout
 from weft.parallel.context.attention import dropped_attention
 from weft.parallel.context.kernels import AttentionDrop
 from weft.parallel.dropout.drop_state import DropSite
@@ -36,7 +37,7 @@ _DRAWS = frozenset({
 })  # fmt: skip
 #: Packages whose code is not searched: torch's layers are handled by class, and transformers' layers store their rates
 #: in attributes that `drops_itself` reads.
-_UNREAD = frozenset({"torch", "transformers", "weft", "numpy", "einops", *sys.stdlib_module_names})
+_UNREAD = frozenset({"torch", "transformers", "weft", "numpy", "einops", "keras", *sys.stdlib_module_names})
 #: Attributes that hold a rate, in addition to those with "drop" in their names.
 _RATE_NAMES = ("p", "rate", "prob")
 #: torch's dropout of full channels, and dropout that preserves mean and variance.
@@ -53,6 +54,8 @@ def calls_dropout(module: nn.Module, known: dict[tuple[type, bool], bool] | None
         return module.p > 0
     if isinstance(module, nn.RNNBase):
         return module.dropout > 0 and module.num_layers > 1
+    if is_keras_dropout(module):
+        return True
     rates = [value for name, value in vars(module).items() if type(value) in (int, float) and _names_rate(name)]
     if rates and not any(rates):
         return False

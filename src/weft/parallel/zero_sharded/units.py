@@ -24,6 +24,7 @@ from weft.comm.wire.coder import Coders
 from weft.errors import LaunchError, ModelError, PlanError
 from weft.memory.offload import Host, choose, shard_offload
 from weft.models.inspect import blocks, dry_run, hugging_face, layers
+from weft.models.keras_model import KerasVariables
 from weft.optim.step_decision import global_norm
 from weft.parallel.private_torch import keep_second_shards
 from weft.parallel.state.flat_slices import FlatSlice
@@ -67,6 +68,8 @@ def find_units(model: nn.Module) -> list[Unit]:
 
     def is_unit(site: blocks.Site) -> bool:
         module = site.module
+        if isinstance(module, KerasVariables):  # read by its layer and never called
+            return False
         if not blocks.is_layer(module):
             fits = _is_block(site)
         else:  # torch's attention reads the weights of its output projection without calling it

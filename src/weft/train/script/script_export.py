@@ -15,6 +15,7 @@ from weft.comm.mesh import Mesh
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, ModelError
 from weft.models.adapters import adapted, merged_tensors
+from weft.models.keras_model import is_keras, with_full
 from weft.models.peft_files import save_adapter
 from weft.parallel.local_sgd import anchored
 from weft.parallel.state.flat_slices import FlatSlice, Original, StateSource, flat_of, originals_of
@@ -175,6 +176,23 @@ def export_pretrained(
         whole = merged_tensors(model, whole)
         known = {name: one for name, one in known.items() if name in whole}
     on_first(mesh, lambda: write_pretrained(model, folder, whole, known, dtype, options))
+
+
+def export_keras(mesh: Mesh, model: nn.Module, path: str | Path, options: Mapping[str, Any]) -> None:
+    """Write a Keras model with its own save. All ranks call it, and rank 0 writes.
+
+    Raises ModelError for other models.
+    """
+    if not is_keras(model):
+        raise ModelError(f"model of type {type(model).__name__}: it is not a Keras model. Use run.save.")
+    whole = full_tensors(mesh, model)
+
+    def write() -> None:
+        keras_model: Any = model
+        with with_full(model, whole):
+            keras_model.save(path, **options)
+
+    on_first(mesh, write)
 
 
 def export_adapter(mesh: Mesh, model: nn.Module, folder: str | Path, base: str | None) -> None:

@@ -33,7 +33,7 @@ from weft.train.loop.checkpointer import Checkpointer, Save
 from weft.train.losses import LossFn
 from weft.train.microbatches import ForwardFn, call_model
 from weft.train.model_state import adapter_state, copied, resume, state_slices, written
-from weft.train.script.script_export import Ema, export_adapter, export_pretrained, moving_average
+from weft.train.script.script_export import Ema, export_adapter, export_keras, export_pretrained, moving_average
 from weft.train.state_io import on_each, rank_group
 from weft.train.step.evaluation import mean_loss
 from weft.train.step.train_step import TrainStep
@@ -366,6 +366,19 @@ class ScriptState:
             ModelError: if the model has no save_pretrained, or belongs to another run.
         """
         export_pretrained(self.mesh, _own(self.mesh, model), folder, dtype, options)
+
+    def save_keras(self, model: nn.Module, path: str | Path, **options: Any) -> None:
+        """Write the file that `model.save` of Keras would write on one process. All ranks call it, and rank 0 writes.
+
+        Args:
+            model: the result of `parallelize`: a Keras model.
+            path: output file, such as model.keras, which `keras.saving.load_model` reads.
+            **options: options of the model's own save.
+
+        Raises:
+            ModelError: if the model is not from Keras, or belongs to another run.
+        """
+        export_keras(self.mesh, _own(self.mesh, model), path, options)
 
     def save_adapter(self, model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
         """Write the model's adapter in peft's format. All ranks call it, and rank 0 writes.
