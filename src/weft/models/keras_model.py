@@ -114,7 +114,6 @@ def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: 
             layer.__dict__["call"] = MethodType(_call_dense, layer)
             if plan.tp > 1:
                 layer.input_spec = None
-        layer.__dict__["__deepcopy__"] = MethodType(_copy, layer)
         layer.__dict__[_ADOPTED] = type(layer)
     _register_layers(model)
     missing = [variable.path for variable in model.variables if id(variable) not in owned]  # pyright: ignore
@@ -270,6 +269,8 @@ def _register_layers(model: nn.Module) -> None:
         second = layer._modules.pop("_functional", None)
         if second is not None:
             layer.__dict__["_functional"] = second
+            second.__dict__["__deepcopy__"] = MethodType(_copy, second)
+        layer.__dict__["__deepcopy__"] = MethodType(_copy, layer)
         here = {id(child) for child in layer._modules.values()} | {id(second)}
         listed = [child for child in layer._layers if id(child) not in here | seen]
         if listed:

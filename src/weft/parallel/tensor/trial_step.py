@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,12 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
         failure, expected, _ = _step(full, inputs, training)
     if failure is not None:  # a generated example may not fit the model; tracing has reported it
         return
+    trained = [param.grad for param in full.parameters() if param.requires_grad]
+    if trained and not _scale(trained):
+        raise TrialError(
+            f"{where}: a trial step on small inputs gives no gradients, so sharded layers cannot be compared with one "
+            f"process. {_remedy(where)}"
+        )
     placements = cut(divided)
     failure, found, _ = _step(divided, inputs, training)
     failed = all_reduce(torch.tensor(float(failure is not None), device=device), axis)
@@ -178,7 +184,7 @@ def _largest_difference(
     pairs: list[tuple[str, torch.Tensor, torch.Tensor | None]]
     pairs = [("its output", one, other) for one, other in zip(expected, found, strict=True)]
     grads = {name: param.grad for name, param in full.named_parameters() if param.requires_grad}
-    scale = max((float(grad.abs().max()) for grad in grads.values() if grad is not None and grad.numel()), default=0.0)
+    scale = _scale(grads.values())
     for name, param in divided.named_parameters():
         if not param.requires_grad or name not in grads:
             continue
@@ -192,7 +198,7 @@ def _largest_difference(
         if one.shape != other.shape or not one.numel():
             difference = float(one.shape != other.shape)
         else:
-            least = 1e-4 * scale if "gradient" in name else 1e-30
+            least = max(1e-4 * scale if "gradient" in name else 0.0, 1e-30)
             difference = float((one - other).abs().max()) / max(float(other.abs().max()), least)
         if not difference <= worst:
             worst, where = difference, name
@@ -200,6 +206,11 @@ def _largest_difference(
     everywhere = torch.tensor(worst, dtype=torch.float64, device=next(divided.parameters()).device)
     worst = float(all_reduce(everywhere, axis, "max"))
     return (where or "the result of another rank", worst) if worst > _EQUAL else None
+
+
+def _scale(grads: Iterable[torch.Tensor | None]) -> float:
+    """Return the largest number of all gradients."""
+    return max((float(grad.abs().max()) for grad in grads if grad is not None and grad.numel()), default=0.0)
 
 
 def _full_gradient(grad: torch.Tensor, placement: Placement, axis: Axis, wanted: torch.Tensor | None) -> torch.Tensor:
