@@ -24,6 +24,10 @@ _SCIENTIFIC = re.compile(r"\s*[0-9]{1,18}(?:\.[0-9]{1,18})?[eE]\+?[0-9]{1,2}\s*"
 _MEASURED = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z/]*)\s*", re.ASCII)
 _RATE = re.compile(r"([kKMGTP]?)(i?)(?:(B)|(b|bit))(?:/s|ps)")
 _FLOPS = re.compile(r"([kKMGTP]?)(?:FLOPS|FLOP/s|OPS|flops)")
+_PRICE = re.compile(
+    r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*([A-Za-z]{3}|[$€£¥])(?:\s*/\s*([A-Za-z]{1,3}))?\s*", re.ASCII
+)
+_SIGNS = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
 # Several numbers, each with its unit: 3h30m.
 _PART = re.compile(r"[0-9]{1,9}(?:d|h|min|ms|m|s)", re.ASCII)
 _SEVERAL = re.compile(rf"{_PART.pattern}(?:{_PART.pattern})+", re.ASCII)
@@ -113,6 +117,13 @@ def parse_seconds(text: str | float) -> float:
         return sum(parse_seconds(part) for part in _PART.findall(text))
     number, unit = _split(text, _SECOND_UNITS, "a duration", "15min")
     return float(number) * unit
+
+
+def parse_price(text: str) -> tuple[float, str, str] | None:
+    """Parse a price: "$2.50/h" -> (2.5, "USD", "h"); "0.25eur" -> (0.25, "EUR", ""). Return None for other texts."""
+    number_first = re.sub(r"^\s*([$€£¥])\s*([0-9.]+)", r"\2\1", text)
+    match = _PRICE.fullmatch(number_first)
+    return None if match is None else (float(match[1]), _SIGNS.get(match[2], match[2].upper()), match[3] or "")
 
 
 def format_bytes(num_bytes: float) -> str:

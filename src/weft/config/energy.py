@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import did_you_mean
+from weft.units import parse_price
 
 J_PER_KWH = 3.6e6
 #: Share of its rated power that a device draws while it waits inside a training run.
 IDLE_SHARE = 0.3
-_PRICE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]{3}|[$€£¥])(?:\s*/\s*kWh)?", re.IGNORECASE)
-_SIGNS = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
 
 
 def drawn_watts(rated: float, busy: float) -> float:
@@ -61,8 +60,7 @@ class EnergyPrice:
         Raises:
             ValueError: if the text is not a price.
         """
-        swapped = re.sub(r"^\s*([$€£¥])\s*([\d.]+)", r"\2\1", text)
-        match = _PRICE.fullmatch(swapped.strip())
-        if match is None:
+        parsed = parse_price(text)
+        if parsed is None or parsed[2].lower() not in ("", "kwh"):
             raise ValueError("a price is a number and a currency, for one kWh. Use such as 0.25eur.")
-        return cls(float(match[1]), _SIGNS.get(match[2], match[2].upper()))
+        return cls(parsed[0], parsed[1])

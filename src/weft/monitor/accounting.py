@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from array import array
 from collections.abc import Iterable, Mapping
@@ -13,11 +12,9 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.monitor.energy_ledger import EnergyLedger, EnergySummary
 from weft.monitor.events import number, step_of
-from weft.units import counted, format_seconds
+from weft.units import counted, format_seconds, parse_price
 
-_PRICE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]{3}|[$€£¥])\s*/\s*(s|min|h|d)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_SIGNS = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +31,13 @@ class Price:
         Raises:
             ConfigError: if the text is not a price.
         """
-        swapped = re.sub(r"^\s*([$€£¥])\s*([\d.]+)", r"\2\1", text)
-        match = _PRICE.fullmatch(swapped.strip())
-        if match is None:
+        parsed = parse_price(text)
+        if parsed is None or parsed[2] not in _SECONDS:
             raise ConfigError(
                 f"price={text}: a price is a number, a currency and a time, for one device. Use such as 2.5usd/h."
             )
-        return cls(float(match[1]) / _SECONDS[match[3]], _SIGNS.get(match[2], match[2].upper()))
+        amount, currency, time = parsed
+        return cls(amount / _SECONDS[time], currency)
 
     def of(self, device_s: float) -> float:
         """Return the cost of `device_s` seconds of one device."""

@@ -30,6 +30,8 @@ _POLL_S = 0.5
 #: Seconds that Slurm's limit adds to a task's, so that the task's applies first. submitit signals 90 s before the end.
 _SLURM_MARGIN_S = 300.0
 _CONNECT_S = "10s"
+#: Short tasks that one call on Dask runs. Its scheduler takes milliseconds for each call.
+_DASK_TASKS = 64
 #: Tasks submitted at the same time to an engine whose number of workers may change.
 _WINDOW = 64
 
@@ -57,16 +59,18 @@ class PoolEngine:
     """An executor, and its treatment by the pool.
 
     Attributes:
-        executor: runs `run_task`.
-        window: tasks submitted at the same time.
+        executor: runs `run_tasks`.
+        window: submissions at the same time.
         stop: kills the workers.
         problem: returns a sentence if the engine was lost with its tasks, else "".
+        most_at_once: short tasks that one submission may have.
     """
 
     executor: Executor
     window: int
     stop: Callable[[], None]
     problem: Callable[[], str] = lambda: ""
+    most_at_once: int = 1
 
 
 def open_engine(request: PoolRequest, folder: Path) -> PoolEngine:
@@ -202,7 +206,7 @@ def _dask(request: PoolRequest, rest: str) -> PoolEngine:
     def problem() -> str:
         return "" if client.status == "running" else f"on={request.on}: the connection to the Dask scheduler was lost"
 
-    return PoolEngine(executor, max(_WINDOW, 4 * threads), stop_all, problem)
+    return PoolEngine(executor, max(_WINDOW, 4 * threads), stop_all, problem, _DASK_TASKS)
 
 
 def _slurm(request: PoolRequest, rest: str, folder: Path) -> PoolEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import sys
@@ -11,21 +12,32 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from weft.errors import ConfigError, PoolError, TasksFailed, shown
 from weft.pools.engines import PoolEngine, PoolRequest, open_engine, wrap_executor
-from weft.pools.supervisor import MapJob, run_task
+from weft.pools.supervisor import MapJob, run_tasks
 from weft.pools.task_folder import TaskFolder, open_folder
 from weft.pools.worker import refuse_nested_pool, unfit_part
 from weft.units import counted, parse_seconds
 
 #: Seconds between two checks whether the engine was lost.
 _LOOK_S = 0.5
+#: Seconds of tasks that are submitted together, where an engine takes several.
+_SUBMITTED_S = 0.2
 #: Called after each outcome: report(outcome, folder).
 Report = Callable[[dict[str, Any], TaskFolder], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    index: int
+    item: str
+    attempt: int = 1
 
 
 class Pool:
@@ -142,51 +154,57 @@ class Pool:
         return open_engine(PoolRequest(self._on, self._cores, self._gpus, self._timeout_s, self._token), folder)
 
     def _run(self, job: str, folder: TaskFolder, engine: PoolEngine, report: Report) -> None:
-        ended: queue.SimpleQueue[Future[str]] = queue.SimpleQueue()
-        running: dict[Future[str], tuple[int, str, int]] = {}  # index, item, attempt
-        again: deque[tuple[int, str, int]] = deque()
-        fresh = folder.missing()
+        ended: queue.SimpleQueue[Future[list[str]]] = queue.SimpleQueue()
+        running: dict[Future[list[str]], list[_Task]] = {}
+        again: deque[_Task] = deque()
+        fresh = (_Task(index, item) for index, item in folder.missing())
+        mean_s = math.inf
         while True:
             while len(running) < engine.window:
-                task = again.popleft() if again else _first(fresh)
-                if task is None:
+                # Tasks that are tried again are submitted alone: one of them may take its worker down.
+                left = folder.num_items - folder.num_done - sum(map(len, running.values()))
+                count = min(engine.most_at_once, left // engine.window, int(_SUBMITTED_S / max(mean_s, 1e-9)))
+                tasks = [again.popleft()] if again else list(islice(fresh, max(1, count if self._retries else 1)))
+                if not tasks:
                     break
-                future = _submit(engine.executor, job, task[1])
-                running[future] = task
+                future = _submit(engine.executor, job, [task.item for task in tasks])
+                running[future] = tasks
                 future.add_done_callback(ended.put)
             if not running:
                 return
             future = _next_ended(ended, engine)
-            index, item, attempt = running.pop(future)
-            outcome = _outcome_of(future)
-            kind = outcome.pop("kind", None)
-            if kind == "import":
-                raise ConfigError(f"function={json.loads(job)['function']}: its module fails.\n{outcome['traceback']}")
-            if kind == "unusable":
-                text = outcome["error"] if outcome["error"].endswith("?") else outcome["error"] + "."
-                raise ConfigError(f"function={json.loads(job)['function']}: {text}")
-            retried = kind in ("died", "timeout") or (kind == "raised" and self._retry_errors)
-            if retried and attempt <= self._retries:
-                again.append((index, item, attempt + 1))
-                continue
-            log = outcome.pop("output", "")
-            folder.add(index, {**outcome, "attempts": attempt}, log)
-            report({"item": index, **outcome, "attempts": attempt}, folder)
+            tasks = running.pop(future)
+            for task, outcome in zip(tasks, _outcomes_of(future, len(tasks)), strict=True):
+                seconds = outcome.get("seconds", math.inf)
+                mean_s = seconds if math.isinf(mean_s) else 0.8 * mean_s + 0.2 * seconds
+                if self._is_retried(outcome, task, job):
+                    again.append(replace(task, attempt=task.attempt + 1))
+                    continue
+                del outcome["kind"]
+                log = outcome.pop("output", "")
+                folder.add(task.index, {**outcome, "attempts": task.attempt}, log)
+                report({"item": task.index, **outcome, "attempts": task.attempt}, folder)
+
+    def _is_retried(self, outcome: dict[str, Any], task: _Task, job: str) -> bool:
+        """Return True if a task is to be tried again. Raise ConfigError if its function cannot be used."""
+        kind = outcome.setdefault("kind", None)
+        if kind == "import":
+            raise ConfigError(f"function={json.loads(job)['function']}: its module fails.\n{outcome['traceback']}")
+        if kind == "unusable":
+            text = outcome["error"] if outcome["error"].endswith("?") else outcome["error"] + "."
+            raise ConfigError(f"function={json.loads(job)['function']}: {text}")
+        retried = kind in ("died", "timeout") or (kind == "raised" and self._retry_errors)
+        return retried and task.attempt <= self._retries
 
 
-def _first(fresh: Iterator[tuple[int, str]]) -> tuple[int, str, int] | None:
-    found = next(fresh, None)
-    return None if found is None else (*found, 1)
-
-
-def _submit(executor: Executor, job: str, item: str) -> Future[str]:
+def _submit(executor: Executor, job: str, items: list[str]) -> Future[list[str]]:
     try:
-        return executor.submit(run_task, job, item)
+        return executor.submit(run_tasks, job, items)
     except (BrokenExecutor, RuntimeError) as error:
         raise PoolError(f"the executor takes no more tasks ({error}). Make a new one.") from error
 
 
-def _next_ended(ended: queue.SimpleQueue[Future[str]], engine: PoolEngine) -> Future[str]:
+def _next_ended(ended: queue.SimpleQueue[Future[list[str]]], engine: PoolEngine) -> Future[list[str]]:
     while True:
         try:
             return ended.get(timeout=_LOOK_S)
@@ -195,17 +213,18 @@ def _next_ended(ended: queue.SimpleQueue[Future[str]], engine: PoolEngine) -> Fu
                 raise PoolError(f"{problem}. Run the same command when it is back: finished tasks are kept.") from None
 
 
-def _outcome_of(future: Future[str]) -> dict[str, Any]:
-    """Return a future's outcome. An engine that lost the task has an exception instead."""
+def _outcomes_of(future: Future[list[str]], count: int) -> list[dict[str, Any]]:
+    """Return the outcomes of a future's tasks. An engine that lost them has an exception instead."""
     try:
-        return json.loads(future.result())
+        return [json.loads(outcome) for outcome in future.result()]
     except PoolError:
         raise
     except BrokenExecutor as error:
         raise PoolError(f"the executor takes no more tasks ({error}). Make a new one.") from error
     except Exception as error:  # of any engine: a lost worker or node
         text = str(error).strip().partition("\n")[0]
-        return {"kind": "died", "error": f"its worker was lost ({type(error).__name__}: {text[:300]})"}
+        lost = f"its worker was lost ({type(error).__name__}: {text[:300]})"
+        return [{"kind": "died", "error": lost} for _ in range(count)]
 
 
 def _limit_of(timeout: str | float | None) -> float | None:

@@ -231,16 +231,20 @@ def stop(token: str) -> None:
             worker.kill()
 
 
-def run_task(job: str, item: str) -> str:
-    """Call a job's function with one item in this thread's worker, and return the outcome as JSON.
+def run_tasks(job: str, items: Sequence[str]) -> list[str]:
+    """Call a job's function with each item in this thread's worker, and return the outcomes as JSON.
 
-    The outcome has "result", or "kind" ("raised", "unusable", "died" or "timeout") with "error" and perhaps
+    An outcome has "result", or "kind" ("raised", "unusable", "died" or "timeout") with "error" and perhaps
     "traceback". It also has "seconds" and "output".
 
     Args:
         job: `MapJob.text()`.
-        item: the item as JSON on one line.
+        items: the items as JSON, each on one line.
     """
+    return [_run_task(job, item) for item in items]
+
+
+def _run_task(job: str, item: str) -> str:
     settings, output, began = json.loads(job), Output(), time.monotonic()
     try:
         answer = _worker(settings["token"]).call(job, item, settings["timeout_s"], output)
