@@ -788,6 +788,16 @@ ILLEGAL: dict[str, Callable[[], nn.Module]] = {
     "largest feature": wide(lambda h: h / h.amax(-1, keepdim=True).clamp(1)),
 }  # fmt: skip
 
+
+
+class NoGradients(Stack):
+    """Its output does not depend on its parameters."""
+
+    def forward(self, ids):
+        return super().forward(ids) * 0
+
+
+ILLEGAL["no gradients"] = lambda: NoGradients(PreNorm)
 CASES = LEGAL | ILLEGAL
 
 

@@ -139,6 +139,14 @@ def test_user_blocks_match_one_process(ranks2, plan, names):
         check(ranks2, module_cases.module_outcomes, names[start : start + 20], plan, set(module_cases.LEGAL))
 
 
+def test_model_without_gradients_cannot_be_compared(ranks2):
+    for found in ranks2.run(module_cases.module_outcomes, ["no gradients"], "tp=2"):
+        assert found["no gradients"] == (
+            "refused tp=2: a trial step on small inputs gives no gradients, so sharded layers cannot be compared with "
+            "one process. Use tp=1, or set a layout without these layers."
+        )
+
+
 def test_uneven_numbers_of_tokens_are_padded(ranks2):
     names = ("parallel", "attention by hand", "flat ff", "depthwise convolution")
     first, _ = ranks2.run(module_cases.module_outcomes, names, "tp=2 sp=on", 7)
