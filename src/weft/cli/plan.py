@@ -15,6 +15,7 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line
+from weft.cli.plan_compile import Compile, compiled_step, expect_alone, fits, jax_answer, jax_question
 from weft.cli.plan_generation import Batch, GenerationOptions, New, Prompt, Purpose, plan_generation
 from weft.cli.plan_view import NOTHING_FITS, Findings, print_findings, print_fits, print_json, print_runs, write_files
 from weft.config.cluster import described_clusters
@@ -227,6 +228,7 @@ def plan(
     prompt: Prompt = None,
     new: New = None,
     batch: Batch = None,
+    compiles: Compile = False,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
     texts = GenerationOptions(purpose, prompt, new, batch)
@@ -235,6 +237,8 @@ def plan(
     files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
     others = {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
     with _errors_as_json() if json else nullcontext(), _light_start():
+        if compiles:
+            expect_alone({"for": purpose, "tune": tune, "run": run, "documents": documents, "compare": compare})
         if learn is not None:
             learn_from(learn, profile)
             if model is None:
@@ -248,7 +252,10 @@ def plan(
         if _answer_several_clusters(described, cluster, (tune, run, price), data | settings, as_json=json, sort=sort):
             return
         asked = _question(described, cluster, tune, data | settings)
-        found = _ordered(_find(asked, why_not, compare, what_if or []), sort, grid)
+        found = _find(jax_question(asked) if compiles else asked, why_not, compare, what_if or [])
+        found = _ordered(replace(found, answer=jax_answer(found.answer)) if compiles else found, sort, grid)
+        if compiles and found.answer.best is not None:
+            found = replace(found, compiled=compiled_step(found.answer.best))
         write_files(found, price, **files)
         _show(found, top, price, reasons=reasons, as_json=json)
 
@@ -263,7 +270,8 @@ def _show(found: Findings, top: int, price: float | None, *, reasons: bool, as_j
         print_json(found, top, price)
     else:
         print_findings(found, top=top, reasons=reasons, hour_price=price)
-    if found.answer.best is None and not found.only_judges:
+    best, step = found.answer.best, found.compiled
+    if (best is None and not found.only_judges) or (best is not None and step is not None and not fits(best, step)):
         raise typer.Exit(NOTHING_FITS)
 
 
