@@ -50,7 +50,8 @@ Cluster = Annotated[
     str | None,
     typer.Argument(
         metavar="CLUSTER",
-        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), here, 4xhere, a profile or a .toml file.",
+        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), v5p-16 (a TPU slice), here, 4xhere, a profile "
+        "or a .toml file.",
         show_default=False,
     ),
 ]

@@ -100,8 +100,10 @@ def tpu_devices(topology: str) -> list[Any]:
     """
     if find_spec("libtpu") is None:
         raise MissingExtra("libtpu", "tpu", "weft plan --compile")
-    # Without these, libtpu asks the metadata server of Google Cloud for the machine's TPU.
-    env.default_for_libraries(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+    # Without these, libtpu asks the metadata server of Google Cloud for the machine's TPU, and one process may load it.
+    env.default_for_libraries(
+        TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
+    )
     use_platform("cpu")
     with _messages():
         try:
