@@ -50,8 +50,8 @@ Cluster = Annotated[
     str | None,
     typer.Argument(
         metavar="CLUSTER",
-        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), v5p-16 (a TPU slice), here, 4xhere, a profile "
-        "or a .toml file.",
+        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), v5p-16 (a TPU slice), here, 4xhere, a "
+        "profile or a .toml file.",
         show_default=False,
     ),
 ]
@@ -232,14 +232,12 @@ def plan(
     compiles: Compile = False,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
-    texts = GenerationOptions(purpose, prompt, new, batch)
+    texts, others = GenerationOptions(purpose, prompt, new, batch), {"compile": compiles}
     data = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents, "refine_s": refine}
     settings = {"fixed": fix, "built_only": built_only, "tier": tier, "profile": profile}
     files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
-    others = {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
+    others |= {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
     with _errors_as_json() if json else nullcontext(), _light_start():
-        if compiles:
-            expect_alone({"for": purpose, "tune": tune, "run": run, "documents": documents, "compare": compare})
         if learn is not None:
             learn_from(learn, profile)
             if model is None:
@@ -250,15 +248,11 @@ def plan(
         if is_generation:
             plan_generation(texts, described, cluster, top=top, reasons=reasons, as_json=json, **settings)
             return
-        if _answer_several_clusters(described, cluster, (tune, run, price), data | settings, as_json=json, sort=sort):
+        if _answer_several_clusters(described, cluster, others, data | settings, as_json=json, sort=sort):
             return
         asked = _question(described, cluster, tune, data | settings)
-        found = _find(jax_question(asked) if compiles else asked, why_not, compare, what_if or [])
-        found = _ordered(replace(found, answer=jax_answer(found.answer)) if compiles else found, sort, grid)
-        if compiles and found.answer.best is not None:
-            found = replace(found, compiled=compiled_step(found.answer.best))
-        write_files(found, price, **files)
-        _show(found, top, price, reasons=reasons, as_json=json)
+        found = _ordered(_find(asked, others), sort, grid)
+        _show(found, top, price, files, reasons=reasons, as_json=json)
 
 
 def _ordered(found: Findings, sort: SortBy | None, grid: str | None) -> Findings:
@@ -266,7 +260,10 @@ def _ordered(found: Findings, sort: SortBy | None, grid: str | None) -> Findings
     return replace(found, grid=grid_of(grid, by), answer=ranked_by(found.answer, by), sort=by)
 
 
-def _show(found: Findings, top: int, price: float | None, *, reasons: bool, as_json: bool) -> None:
+def _show(
+    found: Findings, top: int, price: float | None, files: dict[str, Path | None], *, reasons: bool, as_json: bool
+) -> None:
+    write_files(found, price, **files)
     if as_json:
         print_json(found, top, price)
     else:
@@ -324,11 +321,13 @@ def _errors_as_json() -> Iterator[None]:
 
 
 def _answer_several_clusters(
-    model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
+    model: Any, clusters: str, others: dict[str, Any], settings: dict[str, Any], *,
     as_json: bool, sort: SortBy | None = None,
 ) -> bool:  # fmt: skip
     """Print plans for each of several clusters, if the command requests that. Return True if it does."""
-    tune, run, price = asked
+    tune, run, price = others["tune"], others["run"], others["price"]
+    if others["compile"]:
+        expect_alone({"tune": tune, "run": run, "documents": settings["documents"], "sort": sort})
     if tune is not None and run is not None:
         raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
     if run is not None and not print_runs(model, clusters, run, price, settings, as_json=as_json, sort=sort or "time"):
@@ -408,15 +407,26 @@ def _task_of(file: str) -> Task | None:
     return find_task(config)
 
 
-def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
-    """Search for plans, and evaluate the plans named in options. If no implemented plan fits, search all plans."""
+def _find(asked: Question, others: dict[str, Any]) -> Findings:
+    """Search for plans, and evaluate the plans named in options. If no implemented plan fits, search all plans.
+
+    others: options of the command by name: why_not, compare, what_if, and compile.
+    """
+    if others["compile"]:
+        asked = jax_question(asked)
     found = answer(asked)
     if found.best is None and asked.built_only:
         asked = replace(asked, built_only=False)
         found = answer(asked)
+    step = None
+    if others["compile"]:
+        found = jax_answer(found)
+        gc.enable()  # unlike plans, traces have cycles
+        step = None if found.best is None else compiled_step(found.best)
     return Findings(
         answer=found,
-        why_not=None if plan_text is None else judge(plan_text, asked, found),
-        comparison=None if pair is None else compare_plans(*pair, asked),
-        scenarios=tuple(scenario.what_if(text, asked) for text in changes),
+        why_not=None if others["why_not"] is None else judge(others["why_not"], asked, found),
+        comparison=None if others["compare"] is None else compare_plans(*others["compare"], asked),
+        scenarios=tuple(scenario.what_if(text, asked) for text in others["what_if"] or ()),
+        compiled=step,
     )

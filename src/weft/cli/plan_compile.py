@@ -103,8 +103,7 @@ def compiled_step(best: Candidate, chips: Sequence[Any] = ()) -> CompiledStep:
 
     plan, job, config = best.plan, best.question.job, best.question.model.config or RunConfig()
     chips = chips or compiled.tpu_devices(topology(best.question.cluster))
-    dtype = torch.float64 if plan.precision == "fp64" else torch.float32
-    model = build_decoder(best.question.model.spec, device="meta", dtype=dtype)
+    model = build_decoder(best.question.model.spec, device="meta")
     layout = find_layout(model) if plan.tp > 1 or plan.ep > 1 else None
     sharding = program.Sharding.of(plan, layout, chips=chips)
     freeze(model, config.optimizer)
@@ -184,7 +183,7 @@ def compiled_lines(best: Candidate, step: CompiledStep) -> list[str]:
     for kind, one in sorted(step.collectives.items()):
         lines.append(f"  {kind:<20}{counted(one.calls, 'call'):>10}{format_bytes(one.num_bytes):>12}")
     if best.plan.zero >= 2 and best.plan.dp_shard > 1 and step.collectives and "reduce-scatter" not in step.collectives:
-        lines.append(f"  zero={best.plan.zero} implies a reduce-scatter; the compiler reduces and slices whole gradients")
+        lines.append("  the compiler reduces whole gradients and slices them, where the plan has a reduce-scatter")
     if step.num_gathered:
         arrays = counted(step.num_gathered, "array")
         lines.append(f"  {arrays} gathered on every chip to change their sharding (involuntary rematerialization)")
