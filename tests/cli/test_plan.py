@@ -230,7 +230,7 @@ def test_no_fit_is_reported_with_the_nearest_changes(capsys):
         ),
         (
             ["tiny", "v5p-16", "--compile", "--tune", "lora"],
-            "--tune: --compile compiles a step that trains all weights on whole sequences. Leave out one of the two.",
+            "--tune: --compile compiles the fastest plan that trains all weights on whole sequences. Leave out one of",
         ),
         (["tiny", "2xh100", "--budget", "50"], "unknown option '--budget'. Write --run budget=5000usd."),
         (["tiny", "2xh100", "--tops", "3"], "unknown option '--tops'. Did you mean '--top'?"),

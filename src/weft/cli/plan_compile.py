@@ -37,7 +37,7 @@ def expect_alone(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if the command has options that do not belong to one step that trains all weights."""
     for name, value in options.items():
         if value:
-            rule = "--compile compiles a step that trains all weights on whole sequences"
+            rule = "--compile compiles the fastest plan that trains all weights on whole sequences"
             raise ConfigError(f"--{name.replace('_', '-')}: {rule}. Leave out one of the two.")
 
 
