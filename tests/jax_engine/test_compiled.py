@@ -20,7 +20,7 @@ from weft.cli.plan_compile import compiled_lines, compiled_step, compiled_table,
 from weft.config.cluster import ClusterSpec, device
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
-from weft.jax_engine.compiled import Collective, _gathered, traffic
+from weft.jax_engine.compiled import Collective, _gathered, _too_large, traffic
 from weft.jax_engine.program import devices
 from weft.planner.search.question import Question
 from weft.planner.search.refine import estimated
@@ -113,6 +113,14 @@ def test_bytes_of_collectives_are_those_of_results() -> None:
         "collective-permute": Collective(1, 512),
         "reduce-scatter": Collective(1, 512),
     }
+
+
+def test_sizes_are_read_from_libtpus_message() -> None:
+    said = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (74.58G) exceeds"
+    )
+    assert _too_large(f"{said} available HBM (15.75G).") == (round(74.58 * 2**30), round(15.75 * 2**30))
+    assert _too_large("INTERNAL: 3.5G of 2G") is None
 
 
 def test_missing_libtpu_is_named_with_its_command(capsys, monkeypatch) -> None:

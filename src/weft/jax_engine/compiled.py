@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -22,8 +22,8 @@ from jax.experimental import topologies
 
 from weft import env
 from weft.errors import MissingExtra, PlanError
-from weft.jax_engine.capture import tree_leaves
 from weft.jax_engine.operators import DTYPES
+from weft.jax_engine.private_torch import tree_leaves
 from weft.jax_engine.program import Program, use_platform
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -34,7 +34,9 @@ _WITH_OPERANDS = ("all-gather", "collective-permute")
 _FEW = 64
 #: The compiler's message about an array that it gathers on every device to change its sharding.
 _GATHERED = "nvoluntary full rematerialization"
-_TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+#: The sizes in libtpu's message about a program that does not fit: what it needs, and what a chip has.
+_TOO_LARGE = re.compile(r"RESOURCE_EXHAUSTED.*?\b([\d.]+)([KMGT])\b.*?\b([\d.]+)([KMGT])\b", re.DOTALL)
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,7 @@ def tpu_devices(topology: str) -> list[Any]:
     if find_spec("libtpu") is None:
         raise MissingExtra("libtpu", "tpu", "weft plan --compile")
     # Without these, libtpu asks the metadata server of Google Cloud for the machine's TPU, and one process may load it.
-    env.default_for_libraries(
-        TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
-    )
+    env.default_for_libraries(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     use_platform("cpu")
     with _messages():
         try:
@@ -134,11 +134,10 @@ def compile_step(program: Program, batch: Any, buffers: Mapping[str, torch.Tenso
     try:
         step, num_gathered = _gathered(program.step.lower(params, held, states, inputs, *numbers))
     except jax.errors.JaxRuntimeError as error:
-        if (found := _TOO_LARGE.search(str(error))) is None:
+        if (sizes := _too_large(str(error))) is None:
             raise
-        needed, usable = (round(float(found[place]) * _UNITS[found[place + 1]]) for place in (1, 3))
         return CompiledStep(
-            state_bytes=state_bytes, peak_bytes=needed, usable_bytes=usable, collectives={}, num_gathered=0,
+            state_bytes=state_bytes, peak_bytes=sizes[0], usable_bytes=sizes[1], collectives={}, num_gathered=0,
             compile_s=time.perf_counter() - start,
         )  # fmt: skip
     memory = step.memory_analysis()
@@ -159,7 +158,14 @@ def _gathered(lowered: Any) -> tuple[Any, int]:
         return found, log.read().decode(errors="replace").count(_GATHERED)
 
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+def _too_large(message: str) -> tuple[int, int] | None:
+    """Return the bytes that a program needs and a chip has, if the compiler's message is about them."""
+    found = _TOO_LARGE.search(message)
+    return None if found is None else (_bytes(found[1], found[2]), _bytes(found[3], found[4]))
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * _UNITS[unit])
 
 
 def _abstract(tensor: torch.Tensor, shape: Sequence[int]) -> Any:
@@ -171,7 +177,7 @@ def _placed(one: Any, where: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _messages() -> Iterator[BinaryIO]:
+def _messages() -> Iterator[IO[bytes]]:
     """Collect what libraries write to the process's standard error during a block, instead of showing it."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as file:
