@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import IO, Any
@@ -122,11 +122,11 @@ def compile_step(program: Program, batch: Any, buffers: Mapping[str, torch.Tenso
     """
     params, states = program.abstract()
     leaves = [*tree_leaves(batch), *(node.meta["val"] for node in program.captured.tables)]
-    inputs = [_abstract(leaf, (program.plan.accumulation, *leaf.shape)) for leaf in leaves]
-    inputs = [_placed(one, where) for one, where in zip(inputs, program.sharding.batch(inputs), strict=True)]
-    replicated = program.sharding.named()
-    held = {name: _placed(_abstract(one, one.shape), replicated) for name, one in buffers.items()}
-    numbers = [jax.ShapeDtypeStruct((), dtype, sharding=replicated) for dtype in (np.int64, np.float64)]
+    steps, make, everywhere = program.plan.accumulation, jax.ShapeDtypeStruct, program.sharding.named()
+    inputs = [make((steps, *leaf.shape), DTYPES[leaf.dtype]) for leaf in leaves]
+    inputs = [one.update(sharding=where) for one, where in zip(inputs, program.sharding.batch(inputs), strict=True)]
+    held = {name: make(one.shape, DTYPES[one.dtype], sharding=everywhere) for name, one in buffers.items()}
+    numbers = [make((), dtype, sharding=everywhere) for dtype in (np.int64, np.float64)]
     state_bytes = sum(
         math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in jax.tree.leaves((params, states))
     )
@@ -166,14 +166,6 @@ def _too_large(message: str) -> tuple[int, int] | None:
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit])
-
-
-def _abstract(tensor: torch.Tensor, shape: Sequence[int]) -> Any:
-    return jax.ShapeDtypeStruct(tuple(shape), DTYPES[tensor.dtype])
-
-
-def _placed(one: Any, where: Any) -> Any:
-    return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=where)
 
 
 @contextlib.contextmanager
