@@ -182,8 +182,9 @@ def compiled_lines(best: Candidate, step: CompiledStep) -> list[str]:
             lines.append(line + (f"{format_bytes(planned[of]):>10}{found / planned[of]:>8.3f}" if of else ""))
     for kind, one in sorted(step.collectives.items()):
         lines.append(f"  {kind:<20}{counted(one.calls, 'call'):>10}{format_bytes(one.num_bytes):>12}")
-    if best.plan.zero >= 2 and best.plan.dp_shard > 1 and step.collectives and "reduce-scatter" not in step.collectives:
-        lines.append("  the compiler reduces whole gradients and slices them, where the plan has a reduce-scatter")
+    instead = [kind for kind in ("all-reduce", "collective-permute") if kind in step.collectives]
+    if best.plan.zero >= 2 and best.plan.dp_shard > 1 and instead and "reduce-scatter" not in step.collectives:
+        lines.append(f"  the plan's reduce-scatter is compiled as {' and '.join(instead)}")
     if step.num_gathered:
         arrays = counted(step.num_gathered, "array")
         lines.append(f"  {arrays} gathered on every chip to change their sharding (involuntary rematerialization)")
