@@ -34,7 +34,7 @@ _WITH_OPERANDS = ("all-gather", "collective-permute")
 _FEW = 64
 #: The compiler's message about an array that it gathers on every device to change its sharding.
 _GATHERED = "nvoluntary full rematerialization"
-#: The sizes in libtpu's message about a program that does not fit: what it needs, and what a chip has.
+#: The sizes in libtpu's message about a program that does not fit: its need, and the memory of a chip.
 _TOO_LARGE = re.compile(r"RESOURCE_EXHAUSTED.*?\b([\d.]+)([KMGT])\b.*?\b([\d.]+)([KMGT])\b", re.DOTALL)
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -61,7 +61,7 @@ class CompiledStep:
         argument_bytes: all arguments: states, buffers and the batch, as the compiler lays them out.
         output_bytes: results that do not replace an argument.
         temporary_bytes: activations, gradients and buffers of collectives.
-        peak_bytes: the most that exists at the same time, or what the program would need if it does not fit.
+        peak_bytes: the most that exists at the same time, or the need of a program that does not fit.
         usable_bytes: memory of a device by the compiler, if the program does not fit.
         collectives: calls by kind.
         num_gathered: arrays that the compiler gathers on every device to change their sharding.
@@ -98,7 +98,7 @@ def tpu_devices(topology: str) -> list[Any]:
 
     Raises:
         MissingExtra: if libtpu is not installed.
-        PlanError: if libtpu does not know the topology.
+        PlanError: if libtpu does not support the topology.
     """
     if find_spec("libtpu") is None:
         raise MissingExtra("libtpu", "tpu", "weft plan --compile")
@@ -151,7 +151,7 @@ def compile_step(program: Program, batch: Any, buffers: Mapping[str, torch.Tenso
 
 
 def _gathered(lowered: Any) -> tuple[Any, int]:
-    """Return the compiled program, and the number of arrays that the compiler says it gathers to change a sharding."""
+    """Return the compiled program, and the number of arrays that the compiler gathers to change a sharding."""
     with _messages() as log:
         found = lowered.compile()
         log.seek(0)

@@ -68,7 +68,7 @@ def topology(cluster: ClusterSpec) -> str:
     """Return libtpu's name of a cluster, such as "v5p:2x2x2".
 
     Raises:
-        ConfigError: if the cluster is not one TPU slice of a known arrangement.
+        ConfigError: if the cluster is not one TPU slice with an arrangement in the table.
     """
     name = cluster.device.name
     if not name.startswith("tpu-"):
