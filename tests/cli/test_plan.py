@@ -228,6 +228,7 @@ def test_no_fit_is_reported_with_the_nearest_changes(capsys):
             ["tiny", "v5p-16", "--compile", "--fix", "precision=fp64"],
             "precision=fp64: a TPU has no fp64 arithmetic. Use precision=fp32 or precision=bf16.",
         ),
+        (["moe-tiny", "v5p-16", "--compile"], "model=moe-tiny: --compile does not build experts. Use a model without"),
         (
             ["tiny", "v5p-16", "--compile", "--tune", "lora"],
             "--tune: --compile compiles the fastest plan that trains all weights on whole sequences. Leave out one of",

@@ -418,7 +418,7 @@ def _find(asked: Question, others: dict[str, Any]) -> Findings:
     if found.best is None and asked.built_only:
         asked = replace(asked, built_only=False)
         found = answer(asked)
-    step = None
+    step, pair = None, others["compare"]
     if others["compile"]:
         found = jax_answer(found)
         gc.enable()  # unlike plans, traces have cycles
@@ -426,7 +426,7 @@ def _find(asked: Question, others: dict[str, Any]) -> Findings:
     return Findings(
         answer=found,
         why_not=None if others["why_not"] is None else judge(others["why_not"], asked, found),
-        comparison=None if others["compare"] is None else compare_plans(*others["compare"], asked),
+        comparison=None if pair is None else compare_plans(pair[0], pair[1], asked),
         scenarios=tuple(scenario.what_if(text, asked) for text in others["what_if"] or ()),
         compiled=step,
     )

@@ -63,6 +63,8 @@ def _expect_decoder(model: PlannedModel) -> None:
     if model.traced is not None or model.folder is not None or (config is not None and config.model.path):
         rule = "--compile builds the sizes of `weft models`, and decoders of Weft's configs"
         raise ConfigError(f"model={model.name}: {rule}. Use one of them, or leave out --compile.")
+    if model.spec.num_experts:
+        raise ConfigError(f"model={model.name}: --compile does not build experts. Use a model without them.")
     if config is not None:
         from weft.config.rules.engine_rules import JAX_RULES
 

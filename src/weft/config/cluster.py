@@ -243,8 +243,9 @@ class ClusterSpec:
         spec = _sharing_host_link(spec, table.get("devices_per_host_link", 1), problems)
         if spec is None or problems:
             raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
-        spec = linked(spec, counts["devices_per_node"])
-        return cls(**counts, device=spec, rack_nodes=racks[0], oversubscription=racks[1])
+        nodes, devices = counts["nodes"], counts["devices_per_node"]
+        found = cls(nodes=nodes, devices_per_node=devices, device=linked(spec, devices))
+        return replace(found, rack_nodes=racks[0], oversubscription=racks[1])
 
     @classmethod
     def load(cls, path: Path | str) -> ClusterSpec:

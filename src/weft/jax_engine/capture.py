@@ -142,7 +142,7 @@ class Captured:
         blocks: paths of modules that are recomputed in backward.
         hint: function of (value, node), which may constrain a value's sharding.
         tables: values that torch computes from the batch.
-        saves_products: recomputed blocks keep the results of matrix products.
+        saves_products: recomputed blocks keep the results of products with weights. Attention is recomputed.
     """
 
     graph: GraphModule
@@ -244,7 +244,7 @@ class Captured:
             self._compute(lines, local)
             return [local[node] for node in results]
 
-        policy = jax.checkpoint_policies.dots_saveable if self.saves_products else None
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.saves_products else None
         found = jax.checkpoint(block, policy=policy)(*(values[one] for one in given))
         values.update(zip(results, found, strict=True))
 
