@@ -228,7 +228,7 @@ class Program:
         Raises:
             PlanError: if the data ranks do not divide the rows of a microbatch.
         """
-        parts = [list(each) for each in zip(*microbatches, strict=True)]
+        parts: list[list[Any]] = [list(each) for each in zip(*microbatches, strict=True)]
         stacked = [np.stack(each) if len(each) > 1 else np.asarray(each[0])[None] for each in parts]
         shapes = tuple(one.shape for one in stacked)
         if shapes not in self._of_batch:
