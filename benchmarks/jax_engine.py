@@ -83,7 +83,7 @@ def captured_step(spec: DecoderSpec, batch: Mapping[str, torch.Tensor]) -> Calla
             held[0], buffers, held[1], inputs, np.int64(held[2]), np.float64(1.0)
         )
         held[2] += 1
-        return float(report[0])
+        return float(np.asarray(report)[0])
 
     return step
 

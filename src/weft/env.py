@@ -17,6 +17,8 @@
 | WEFT_TRACEBACK | 1: scripts print the traceback of Weft's errors on every rank |
 | OMP_NUM_THREADS | threads of one CPU rank. If unset, `weft train` divides the cores |
 | OPENBLAS_NUM_THREADS | set to 1 by `weft plan`, which multiplies no matrices in numpy, unless the user sets it |
+| TPU_SKIP_MDS_QUERY, TPU_WORKER_HOSTNAMES | set by `weft plan --compile`, so that libtpu looks for no TPU here |
+| ALLOW_MULTIPLE_LIBTPU_LOAD | set to 1 by `weft plan --compile`, which may run next to a training on the TPU |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1: names on the Hugging Face hub are found in its cache only |
 | DISABLE_MULTIPROC | set to 1 by `weft eval`: lm-eval starts no processes, which ranks cannot have |
 | HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN | read by huggingface_hub for such names: server, cache and login |

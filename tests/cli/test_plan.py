@@ -211,6 +211,28 @@ def test_no_fit_is_reported_with_the_nearest_changes(capsys):
             ["tiny", "2xh100", "3xh100"],
             "3xh100: weft plan takes MODEL and CLUSTER; separate several clusters by commas",
         ),
+        (
+            ["tiny", "8xh100", "--compile"],
+            "cluster=8xh100: --compile compiles for TPU slices. Use a slice such as v5p-16, v5e-16 or v6e-16.",
+        ),
+        (
+            ["tiny", "v6e-12", "--compile"],
+            "cluster=12xtpu-v6e: --compile compiles for one slice of a known arrangement. Use v5p-8, v5p-16, v5p-32,",
+        ),
+        (["tiny", "v4-8", "--compile"], "cluster=4xtpu-v4: --compile compiles for one slice of a known arrangement."),
+        (
+            ["tiny", "v5p-16", "--compile", "--fix", "pp=2 compile=on"],
+            "pp=2: under engine=jax, one SPMD program has no pipeline stages. Use pp=1, with tp or zero=3.",
+        ),
+        (
+            ["tiny", "v5p-16", "--compile", "--fix", "precision=fp64"],
+            "precision=fp64: a TPU has no fp64 arithmetic. Use precision=fp32 or precision=bf16.",
+        ),
+        (["moe-tiny", "v5p-16", "--compile"], "model=moe-tiny: --compile does not build experts. Use a model without"),
+        (
+            ["tiny", "v5p-16", "--compile", "--tune", "lora"],
+            "--tune: --compile compiles the fastest plan that trains all weights on whole sequences. Leave out one of",
+        ),
         (["tiny", "2xh100", "--budget", "50"], "unknown option '--budget'. Write --run budget=5000usd."),
         (["tiny", "2xh100", "--tops", "3"], "unknown option '--tops'. Did you mean '--top'?"),
     ],
@@ -222,13 +244,14 @@ def test_errors_are_one_line_with_exit_code_2(capsys, words, message):
     assert "Traceback" not in captured.err
 
 
-def test_planning_needs_no_torch():
+def test_planning_needs_neither_torch_nor_jax():
     code = (
         "import sys\nfrom weft.cli.app import run\n"
-        "assert run(['plan', 'tiny', '2xh100', '--why-not', 'dp_replicate=2']) == 0\nprint('torch' in sys.modules)"
+        "assert run(['plan', 'tiny', '2xh100', '--why-not', 'dp_replicate=2']) == 0\n"
+        "print([name for name in ('torch', 'jax') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 def test_simple_question_loads_no_pydantic_and_no_masked_arrays():

@@ -7,13 +7,14 @@ import pytest
 pytest.importorskip("jax")
 
 import jax
+import numpy as np
 import torch
 
 from tests.jax_engine.forms import FORMS
 from weft.config.plan import Plan
 from weft.errors import ConfigError
 from weft.jax_engine.capture import capture, to_array
-from weft.jax_engine.compiled import bytes_per_device, collectives, lowered
+from weft.jax_engine.compiled import bytes_per_device, traffic
 from weft.jax_engine.program import Program, Sharding
 from weft.jax_engine.update import read_optimizer
 
@@ -29,9 +30,9 @@ def compiled(plan: str) -> tuple:
     buffers = {name: to_array(one) for name, one in model.named_buffers()}
     placed, states = program.place(params)
     inputs = program.place_batch([captured.inputs(batch, dict(model.named_buffers()))])
-    step = lowered(program, placed, buffers, states, inputs)
+    step = program.step.lower(placed, buffers, states, inputs, np.int64(0), np.float64(1.0)).compile()
     every = sum(one.nbytes for one in params.values())
-    return collectives(step.as_text()), bytes_per_device((placed, states)), every, step.memory_analysis()
+    return traffic(step.as_text()), bytes_per_device((placed, states)), every, step.memory_analysis()
 
 
 @pytest.mark.full
@@ -44,8 +45,8 @@ def test_data_parallel_reduces_gradients() -> None:
 def test_zero_2_gathers_updated_weights() -> None:
     """XLA's CPU backend reduces and slices where others have a reduce-scatter; both are sums over the data ranks."""
     found, held, every, memory = compiled("dp_shard=2 zero=2 precision=fp64")
-    assert found["all-gather"]
-    assert found["reduce-scatter"] or found["all-reduce"]
+    assert "all-gather" in found
+    assert found.keys() & {"reduce-scatter", "all-reduce"}
     assert set(found) <= {"all-gather", "reduce-scatter", "all-reduce"}
     assert held == pytest.approx(every + 2 * every / 2, rel=0.01)
     assert memory.argument_size_in_bytes == pytest.approx(held, rel=0.05)  # with the batch
@@ -67,7 +68,7 @@ def test_recompute_replays_blocks() -> None:
 @pytest.mark.full
 def test_zero_3_shards_parameters() -> None:
     found, held, every, _ = compiled("dp_shard=2 zero=3 precision=fp64")
-    assert found["all-gather"]
+    assert "all-gather" in found
     assert held == pytest.approx(3 * every / 2, rel=0.01)
 
 

@@ -21,7 +21,7 @@ def in_fresh_python(code: str) -> str:
 
 
 def test_importing_weft_loads_nothing_heavy():
-    heavy = ["torch", "numpy", "pydantic", "pyarrow", "rich", "typer", "matplotlib", "tokenizers"]
+    heavy = ["torch", "jax", "numpy", "pydantic", "pyarrow", "rich", "typer", "matplotlib", "tokenizers"]
     code = f"import weft, sys; print([name for name in {heavy} if name in sys.modules])"
     assert in_fresh_python(code) == "[]"
 

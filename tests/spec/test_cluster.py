@@ -7,6 +7,7 @@ import math
 import pytest
 
 from weft.config.cluster import TOPOLOGIES, ClusterSpec, described_clusters, device, device_by_torch_name, devices
+from weft.config.tpu_slices import ARRANGEMENTS, slice_name
 from weft.errors import ConfigError
 
 
@@ -314,6 +315,31 @@ def test_described_clusters():
 def test_everyday_devices_are_known(text, name, gib):
     spec = device(text)
     assert (spec.name, spec.memory_bytes) == (name, gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("text", "cluster"),
+    [
+        ("v5p-16", "8xtpu-v5p"), ("v4-8", "4xtpu-v4"), ("V5e-16", "16xtpu-v5e"), ("v5litepod-16", "16xtpu-v5e"),
+        ("v6e-16", "16xtpu-v6e"), ("2xv5p-16", "2x8xtpu-v5p"),
+    ],
+)  # fmt: skip
+def test_tpu_slices_have_googles_names(text, cluster):
+    """v4 and v5p count TensorCores, two of a chip; v5e and v6e count chips."""
+    assert str(ClusterSpec.parse(text)) == cluster
+
+
+def test_tpu_slices_have_whole_chips():
+    with pytest.raises(ConfigError, match="device=v5p-15: unknown device"):
+        ClusterSpec.parse("v5p-15")
+
+
+def test_arrangements_have_all_chips_of_a_slice():
+    for name, shapes in ARRANGEMENTS.items():
+        assert name in devices()
+        for chips, shape in shapes.items():
+            assert math.prod(map(int, shape.split("x"))) == chips
+            assert ClusterSpec.parse(slice_name(name, chips)).num_devices == chips
 
 
 def test_this_machines_cpu():

@@ -15,6 +15,7 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line
+from weft.cli.plan_compile import Compile, compiled_step, expect_alone, fits, jax_answer, jax_question
 from weft.cli.plan_generation import Batch, GenerationOptions, New, Prompt, Purpose, plan_generation
 from weft.cli.plan_view import NOTHING_FITS, Findings, print_findings, print_fits, print_json, print_runs, write_files
 from weft.config.cluster import described_clusters
@@ -49,7 +50,8 @@ Cluster = Annotated[
     str | None,
     typer.Argument(
         metavar="CLUSTER",
-        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), here, 4xhere, a profile or a .toml file.",
+        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), v5p-16 (a TPU slice), here, 4xhere, a "
+        "profile or a .toml file.",
         show_default=False,
     ),
 ]
@@ -227,13 +229,14 @@ def plan(
     prompt: Prompt = None,
     new: New = None,
     batch: Batch = None,
+    compiles: Compile = False,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
-    texts = GenerationOptions(purpose, prompt, new, batch)
+    texts, others = GenerationOptions(purpose, prompt, new, batch), {"compile": compiles}
     data = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents, "refine_s": refine}
     settings = {"fixed": fix, "built_only": built_only, "tier": tier, "profile": profile}
     files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
-    others = {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
+    others |= {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
     with _errors_as_json() if json else nullcontext(), _light_start():
         if learn is not None:
             learn_from(learn, profile)
@@ -245,12 +248,11 @@ def plan(
         if is_generation:
             plan_generation(texts, described, cluster, top=top, reasons=reasons, as_json=json, **settings)
             return
-        if _answer_several_clusters(described, cluster, (tune, run, price), data | settings, as_json=json, sort=sort):
+        if _answer_several_clusters(described, cluster, others, data | settings, as_json=json, sort=sort):
             return
         asked = _question(described, cluster, tune, data | settings)
-        found = _ordered(_find(asked, why_not, compare, what_if or []), sort, grid)
-        write_files(found, price, **files)
-        _show(found, top, price, reasons=reasons, as_json=json)
+        found = _ordered(_find(asked, others), sort, grid)
+        _show(found, top, price, files, reasons=reasons, as_json=json)
 
 
 def _ordered(found: Findings, sort: SortBy | None, grid: str | None) -> Findings:
@@ -258,12 +260,16 @@ def _ordered(found: Findings, sort: SortBy | None, grid: str | None) -> Findings
     return replace(found, grid=grid_of(grid, by), answer=ranked_by(found.answer, by), sort=by)
 
 
-def _show(found: Findings, top: int, price: float | None, *, reasons: bool, as_json: bool) -> None:
+def _show(
+    found: Findings, top: int, price: float | None, files: dict[str, Path | None], *, reasons: bool, as_json: bool
+) -> None:
+    write_files(found, price, **files)
     if as_json:
         print_json(found, top, price)
     else:
         print_findings(found, top=top, reasons=reasons, hour_price=price)
-    if found.answer.best is None and not found.only_judges:
+    best, step = found.answer.best, found.compiled
+    if (best is None and not found.only_judges) or (best is not None and step is not None and not fits(best, step)):
         raise typer.Exit(NOTHING_FITS)
 
 
@@ -315,11 +321,13 @@ def _errors_as_json() -> Iterator[None]:
 
 
 def _answer_several_clusters(
-    model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
+    model: Any, clusters: str, others: dict[str, Any], settings: dict[str, Any], *,
     as_json: bool, sort: SortBy | None = None,
 ) -> bool:  # fmt: skip
     """Print plans for each of several clusters, if the command requests that. Return True if it does."""
-    tune, run, price = asked
+    tune, run, price = others["tune"], others["run"], others["price"]
+    if others["compile"]:
+        expect_alone({"tune": tune, "run": run, "documents": settings["documents"], "sort": sort})
     if tune is not None and run is not None:
         raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
     if run is not None and not print_runs(model, clusters, run, price, settings, as_json=as_json, sort=sort or "time"):
@@ -399,15 +407,26 @@ def _task_of(file: str) -> Task | None:
     return find_task(config)
 
 
-def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
-    """Search for plans, and evaluate the plans named in options. If no implemented plan fits, search all plans."""
+def _find(asked: Question, others: dict[str, Any]) -> Findings:
+    """Search for plans, and evaluate the plans named in options. If no implemented plan fits, search all plans.
+
+    others: options of the command by name: why_not, compare, what_if, and compile.
+    """
+    if others["compile"]:
+        asked = jax_question(asked)
     found = answer(asked)
     if found.best is None and asked.built_only:
         asked = replace(asked, built_only=False)
         found = answer(asked)
+    step, pair = None, others["compare"]
+    if others["compile"]:
+        found = jax_answer(found)
+        gc.enable()  # unlike plans, traces have cycles
+        step = None if found.best is None else compiled_step(found.best)
     return Findings(
         answer=found,
-        why_not=None if plan_text is None else judge(plan_text, asked, found),
-        comparison=None if pair is None else compare_plans(*pair, asked),
-        scenarios=tuple(scenario.what_if(text, asked) for text in changes),
+        why_not=None if others["why_not"] is None else judge(others["why_not"], asked, found),
+        comparison=None if pair is None else compare_plans(pair[0], pair[1], asked),
+        scenarios=tuple(scenario.what_if(text, asked) for text in others["what_if"] or ()),
+        compiled=step,
     )

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.cli.console import print_line
+from weft.cli.plan_compile import compiled_lines, compiled_table
 from weft.errors import ConfigError
 from weft.planner.report import tables as report
 from weft.planner.report.energy_front import SortBy, energy_front
@@ -24,6 +25,7 @@ from weft.planner.report.verdict import nearest_yes
 from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from weft.jax_engine.compiled import CompiledStep
     from weft.planner.report.pictures import Drawing
     from weft.planner.report.scenario import Fit, Scenario
     from weft.planner.report.verdict import Comparison, WhyNot
@@ -38,7 +40,7 @@ NOTHING_FITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All results of one `weft plan` command."""
+    """All results of one `weft plan` command. compiled: the step of the best plan, if it was compiled."""
 
     answer: Answer[Candidate]
     why_not: WhyNot | None = None
@@ -46,6 +48,7 @@ class Findings:
     scenarios: tuple[Scenario, ...] = ()
     sort: SortBy = "time"
     grid: float | None = None
+    compiled: CompiledStep | None = None
 
     @property
     def only_judges(self) -> bool:
@@ -98,6 +101,9 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
             screen.print(_front(found))
             screen.print()
         screen.print(explain(found.answer.best, hour_price), markup=False, soft_wrap=True)
+    if found.compiled is not None and found.answer.best is not None:
+        lines = compiled_lines(found.answer.best, found.compiled)
+        screen.print("\n".join(["", *lines]), markup=False, soft_wrap=True)
     if reasons:
         print_reasons(screen, found.answer.refused)
     for part in (found.why_not, found.comparison):
@@ -321,6 +327,8 @@ def print_json(found: Findings, top: int, hour_price: float | None) -> None:
              "plan": str(one.candidate.plan)}
             for one in energy_front(found.answer)
         ]  # fmt: skip
+    if found.compiled is not None and found.answer.best is not None:
+        table["compiled"] = compiled_table(found.answer.best, found.compiled)
     if found.answer.best is None:
         table["nearest_changes"] = [report.scenario_table(each) for each in nearest_yes(found.answer.question)]
     if found.why_not is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from weft import units
+from weft.config.tpu_slices import in_chips
 from weft.errors import ConfigError, Problem, did_you_mean, shown
 
 #: fp32 FLOP/s of a CPU core, with vectors of eight values and fused multiply-add.
@@ -188,7 +189,8 @@ class ClusterSpec:
         """
         if "+" in text:
             return _of_kinds(text, [cls.parse(part) for part in text.split("+")])
-        shorthand, description = text, ""
+        shorthand = text = in_chips(text)
+        description = ""
         if "=" in text and (parts := _COUNTS.fullmatch(text.strip())):
             description = parts[2]
             shorthand = f"{parts[1]}{_split_description(description)[0]}"
@@ -242,10 +244,8 @@ class ClusterSpec:
         if spec is None or problems:
             raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
         nodes, devices = counts["nodes"], counts["devices_per_node"]
-        spec = linked(spec, devices)
-        return cls(
-            nodes=nodes, devices_per_node=devices, device=spec, rack_nodes=racks[0], oversubscription=racks[1]
-        )  # fmt: skip
+        found = cls(nodes=nodes, devices_per_node=devices, device=linked(spec, devices))
+        return replace(found, rack_nodes=racks[0], oversubscription=racks[1])
 
     @classmethod
     def load(cls, path: Path | str) -> ClusterSpec:

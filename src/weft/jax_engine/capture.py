@@ -142,7 +142,7 @@ class Captured:
         blocks: paths of modules that are recomputed in backward.
         hint: function of (value, node), which may constrain a value's sharding.
         tables: values that torch computes from the batch.
-        saves_products: recomputed blocks keep the results of matrix products.
+        saves_products: recomputed blocks keep the results of products with weights. Attention is recomputed.
     """
 
     graph: GraphModule
@@ -164,13 +164,20 @@ class Captured:
         lines = [node for node in self.graph.graph.nodes if node.op == "call_function"]
         return {node for node in lines if any(block_of(user) != block_of(node) for user in node.users)}
 
-    def inputs(self, batch: Any, buffers: Mapping[str, torch.Tensor]) -> list[Any]:
+    def inputs(self, batch: Any, buffers: Mapping[str, Any]) -> list[Any]:
         """Return the arrays of a batch: its tensors, then the tables that torch computes from it.
 
-        batch: a tree with the structure and shapes of the captured batch.
+        Args:
+            batch: a tree with the structure and shapes of the captured batch.
+            buffers: tensors or arrays by name.
         """
         leaves = tree_leaves(batch)
-        groups = {"buffer": buffers, "constant": {name: to_tensor(one) for name, one in self.constants.items()}}
+        if not self.tables:
+            return [to_array(leaf) for leaf in leaves]
+        groups = {
+            "buffer": {name: to_tensor(one) for name, one in buffers.items()},
+            "constant": {name: to_tensor(one) for name, one in self.constants.items()},
+        }
         known: dict[Node, Any] = {}
 
         def value(node: Node) -> Any:
@@ -237,7 +244,7 @@ class Captured:
             self._compute(lines, local)
             return [local[node] for node in results]
 
-        policy = jax.checkpoint_policies.dots_saveable if self.saves_products else None
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.saves_products else None
         found = jax.checkpoint(block, policy=policy)(*(values[one] for one in given))
         values.update(zip(results, found, strict=True))
 
@@ -416,7 +423,9 @@ def to_array(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 def to_tensor(array: Any) -> torch.Tensor:
-    """Return an array's values as a tensor."""
+    """Return an array's values as a tensor. A tensor is returned unchanged."""
+    if isinstance(array, torch.Tensor):
+        return array
     values = np.asarray(array)
     if values.dtype == jnp.bfloat16:
         return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)

@@ -34,6 +34,14 @@ LEAST_DEVICES = 8
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 
 
+def use_platform(platform: str) -> None:
+    """Set up JAX for the engine. platform: as in `devices`."""
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_threefry_partitionable", True)
+    if platform:
+        jax.config.update("jax_platforms", platform)
+
+
 def devices(number: int, platform: str = "") -> list[Any]:
     """Return the devices of a plan. On a CPU, they are virtual devices of this process.
 
@@ -42,10 +50,7 @@ def devices(number: int, platform: str = "") -> list[Any]:
     Raises:
         PlanError: if JAX has fewer devices, or has already started with fewer.
     """
-    jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_threefry_partitionable", True)
-    if platform:
-        jax.config.update("jax_platforms", platform)
+    use_platform(platform)
     with contextlib.suppress(RuntimeError):  # JAX has started, so its number of devices is fixed
         jax.config.update("jax_num_cpu_devices", max(number, LEAST_DEVICES))
     try:
@@ -79,11 +84,20 @@ class Sharding:
     layout: Layout | None = None
 
     @classmethod
-    def of(cls, plan: Plan, layout: Layout | None = None, platform: str = "cpu") -> Sharding:
-        """Return the shardings of a plan on the devices of a platform. Raises PlanError if the engine cannot use it."""
+    def of(cls, plan: Plan, layout: Layout | None = None, platform: str = "cpu", chips: Sequence[Any] = ()) -> Sharding:
+        """Return the shardings of a plan.
+
+        Args:
+            plan, layout: the attributes.
+            platform: platform of the devices.
+            chips: devices to use instead, one for each rank.
+
+        Raises:
+            PlanError: if the engine cannot use the plan.
+        """
         check(plan)
         shape = (plan.dp_replicate, plan.dp_shard // plan.ep, plan.ep, plan.tp)
-        grid = np.array(devices(plan.world_size, platform), dtype=object).reshape(shape)
+        grid = np.array(chips or devices(plan.world_size, platform), dtype=object).reshape(shape)
         return cls(plan, Mesh(grid, ("dp_replicate", "dp_shard", "ep", "tp")), layout)
 
     def named(self, *axes: Any) -> NamedSharding:
@@ -167,6 +181,7 @@ class Program:
         self.captured, self.optimizer, self.sharding = captured, optimizer, sharding
         self.plan, self._limit, self._shapes = sharding.plan, max_grad_norm, shapes
         self._keeps_gradients = keeps_gradients
+        self._of_batch: dict[tuple[Any, ...], list[NamedSharding]] = {}
         self._trained = [name for name in shapes if name in optimizer.hyper]
         self._compute = _DTYPES[self.plan.precision] if self.plan.precision == "bf16" else None
         if self.plan.recompute_policy != "none":
@@ -213,14 +228,29 @@ class Program:
         Raises:
             PlanError: if the data ranks do not divide the rows of a microbatch.
         """
-        stacked = [np.stack(parts) for parts in zip(*microbatches, strict=True)]
-        rows, ranks = stacked[0].shape[1], self.plan.dp_size
-        if rows % ranks:
-            raise PlanError(
-                f"plan={self.plan}: {ranks} data ranks must divide the {rows} samples of a microbatch under "
-                f"engine=jax. Use a global batch of {ranks * self.plan.accumulation * max(1, rows // ranks)}."
-            )
-        return [jax.device_put(one, where) for one, where in zip(stacked, self.sharding.batch(stacked), strict=True)]
+        parts: list[list[Any]] = [list(each) for each in zip(*microbatches, strict=True)]
+        stacked = [np.stack(each) if len(each) > 1 else np.asarray(each[0])[None] for each in parts]
+        shapes = tuple(one.shape for one in stacked)
+        if shapes not in self._of_batch:
+            rows, ranks = stacked[0].shape[1], self.plan.dp_size
+            if rows % ranks:
+                raise PlanError(
+                    f"plan={self.plan}: {ranks} data ranks must divide the {rows} samples of a microbatch under "
+                    f"engine=jax. Use a global batch of {ranks * self.plan.accumulation * max(1, rows // ranks)}."
+                )
+            self._of_batch[shapes] = self.sharding.batch(stacked)
+        return jax.device_put(stacked, self._of_batch[shapes])
+
+    def abstract(self) -> tuple[Arrays, dict[str, Arrays]]:
+        """Return shapes, dtypes and shardings of the parameters and the optimizer's states, without arrays."""
+        where, _, of_state = self.shardings
+        make = partial(jax.ShapeDtypeStruct, dtype=np.float64 if self.plan.precision == "fp64" else np.float32)
+        params = {name: make(shape, sharding=where[name]) for name, shape in self._shapes.items()}
+        states = {
+            name: {key: make(self._shapes[name], sharding=one) for key, one in each.items()}
+            for name, each in of_state.items()
+        }
+        return params, states
 
     def _loss(self, trained: Arrays, rest: Arrays, buffers: Arrays, inputs: Sequence[Any]) -> tuple[Any, Any]:
         params = {**trained, **rest}

@@ -1,12 +1,14 @@
-"""Plans that one SPMD program of JAX can express. Everything else is refused with a remedy."""
+"""Plans that one SPMD program of JAX can express, and clusters that it can be compiled for. All others are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
 
-from weft.config.plan import Plan
-from weft.errors import PlanError, Problem
+from weft.config.cluster import ClusterSpec
+from weft.config.plan import PLAN_FIELDS, Plan
+from weft.config.tpu_slices import ARRANGEMENTS, slice_name
+from weft.errors import ConfigError, PlanError, Problem
 
 #: Field, predicate of a plan that breaks the rule, the rule, and the remedy.
 _Rule = tuple[str, Callable[[Plan], bool], str, str]
@@ -55,6 +57,31 @@ def problems(plan: Plan) -> list[Problem]:
         if field.name not in ruled | _USED and value != field.default:
             text = f"{field.name}={value}: engine=jax does not have it. Use {field.name}={field.default}."
             found.append(Problem(f"plan.{field.name}", text))
+    return found
+
+
+#: Fields that have one allowed value under the JAX engine, for a search: all with rules, except these.
+SEARCHED = {name: PLAN_FIELDS[name].default for name, *_ in _RULES if name not in ("ep", "precision", "recompute")}
+
+
+def topology(cluster: ClusterSpec) -> str:
+    """Return libtpu's name of a cluster, such as "v5p:2x2x2".
+
+    Raises:
+        ConfigError: if the cluster is not one TPU slice with an arrangement in the table.
+    """
+    name = cluster.device.name
+    if not name.startswith("tpu-"):
+        slices = "v5p-16, v5e-16 or v6e-16"
+        raise ConfigError(f"cluster={cluster}: --compile compiles for TPU slices. Use a slice such as {slices}.")
+    known = {
+        device: {chips: f"{device.removeprefix('tpu-')}:{shape}" for chips, shape in shapes.items()}
+        for device, shapes in ARRANGEMENTS.items()
+    }
+    found = known.get(name, {}).get(cluster.devices_per_node)
+    if cluster.nodes > 1 or found is None:
+        listed = ", ".join(slice_name(device, chips) for device, each in known.items() for chips in each)
+        raise ConfigError(f"cluster={cluster}: --compile compiles for one slice of a known arrangement. Use {listed}.")
     return found
 
 

@@ -211,14 +211,13 @@ class JaxEngine:
         if not self._placed:
             state.params, state.states = program.place(state.params, state.states)
             self._placed = True
-        buffers = {name: capturing.to_tensor(one) for name, one in state.tensors.items()}
-        inputs = program.place_batch([program.captured.inputs(part, buffers) for part in parts])
+        inputs = program.place_batch([program.captured.inputs(part, state.tensors) for part in parts])
         updates, factor = np.int64(state.updates), np.float64(lr_factor)
         state.params, report, state.states, moved, _ = program.step(
             state.params, state.tensors, state.states, inputs, updates, factor
         )
         state.tensors |= {name: np.asarray(one) for name, one in moved.items()}
-        loss, norm, count = (float(one) for one in report)
+        loss, norm, count = np.asarray(report).tolist()  # one transfer
         skipped = None
         if not math.isfinite(loss):
             skipped = "no trained token in the global batch" if not count else f"loss is {loss}"

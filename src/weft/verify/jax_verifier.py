@@ -68,7 +68,7 @@ def train_jax(plan: Plan, case: BuiltCase, see: See) -> ParityResult:
             found.params, found.buffers, found.states, inputs, number, factor
         )
         found.buffers |= moved
-        loss, norm, _ = (float(one) for one in report)
+        loss, norm, _ = np.asarray(report).tolist()
         result.losses.append(loss)
         result.grad_norms.append(norm)
     assert found is not None
