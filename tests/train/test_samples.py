@@ -74,8 +74,8 @@ def test_prompts_that_leave_no_room_give_no_sample():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "plan", ["pp=2 microbatches=2", "tp=2", "dp_shard=2 zero=3", "dp_shard=2 zero=3 offload=params", "cp=2",
-             "dp_replicate=2 compile=on"]
+    "plan", ["pp=2 microbatches=2", "tp=2", "tp=2 sp=on", "dp_shard=2 zero=3", "dp_shard=2 zero=3 offload=params",
+             "cp=2", "dp_replicate=2 compile=on"]
 )  # fmt: skip
 def test_two_ranks_write_the_samples_of_one(folder, plan):
     one, _ = trained("one", "sample.every=2", "sample.prompt=warp", "plan=precision=fp64")

@@ -30,8 +30,8 @@ def complete(
 ) -> list[Completion]:
     """Continue prompts with the model's current weights, and return all completions on all ranks.
 
-    Under pp, cp and zero=3, each rank generates a part with a whole copy of the weights, which is gathered once. If the
-    copy does not fit under zero=3, and under all other plans, each data rank generates a part with the sharded model.
+    Under pp, cp, sp and zero=3, each rank generates a part with a whole copy of the weights, which is gathered once. If
+    the copy does not fit under zero=3, and under all other plans, each data rank generates a part with the sharded model.
     Training continues with the same numbers. All ranks call it with the same requests.
 
     Args:
@@ -72,7 +72,8 @@ def _generated(
 ) -> list[Completion]:
     """Return this rank's part of the completions."""
     plan = mesh.plan
-    if plan.pp > 1 or plan.cp > 1 or (plan.zero == 3 and can_copy(model, mesh)):
+    # sp cannot divide the one token of a text that a forward with a cache reads.
+    if plan.pp > 1 or plan.cp > 1 or plan.sp or (plan.zero == 3 and can_copy(model, mesh)):
         with whole_copy(model, mesh) as plain:
             return generate_batch(plain, requests[mesh.rank :: mesh.world_size], sampling, limits, check=check)
     own, together = requests[mesh.data.rank :: mesh.data.size], MeshRanks(mesh)

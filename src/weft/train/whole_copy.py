@@ -48,7 +48,7 @@ def whole_copy(model: nn.Module, mesh: Mesh) -> Iterator[nn.Module]:
     if (short := _shortest(plain, mesh)) is not None:
         raise ModelError(
             f"generation with a whole copy of the weights: each rank needs {format_bytes(_bytes(plain, mesh))}, and "
-            f"one has {format_bytes(short)} free. Use a plan without pp and cp, whose ranks generate with sharded "
+            f"one has {format_bytes(short)} free. Use a plan without pp, cp and sp, whose ranks generate with sharded "
             "weights."
         )
     whole = full_tensors(mesh, model, everywhere=True)
@@ -77,7 +77,7 @@ def _plain_model(model: nn.Module) -> nn.Module:
     if config is None or not hasattr(config, "model_type"):
         raise ModelError(
             f"generation with {type(model).__name__}: only decoders and causal models of transformers can be copied. "
-            "Use a plan without pp and cp."
+            "Use a plan without pp, cp and sp."
         )
     with as_shapes(vectors=True):
         return hugging_face.causal_model(config)

@@ -294,9 +294,9 @@ def _with_step(question: GenerationQuestion, one: Candidate) -> GenerationCandid
     limited = replace(question, texts=replace(question.texts, most_rows=_GRPO_ROWS))
     room = one.usable_bytes - sum(one.memory[name] for name in (*_STATES, "context"))
     copy = shape.num_params * (4.0 if plan.precision in ("fp32", "tf32") else 2.0)
-    is_small, must = copy <= _COPY_SHARE * room, plan.pp > 1 or plan.cp > 1
+    is_small, must = copy <= _COPY_SHARE * room, plan.pp > 1 or plan.cp > 1 or plan.sp
     if must and not is_small:
-        needs = f"under pp and cp, each rank needs {format_bytes(copy)} for a whole copy of the weights"
+        needs = f"under pp, cp and sp, each rank needs {format_bytes(copy)} for a whole copy of the weights"
         return Refused("whole-copy", 1, plan, f"{needs}, and {format_bytes(room)} are free. Use tp or zero=3.")
     if must or (plan.zero == 3 and is_small):
         used = Plan(dp_replicate=plan.world_size, precision=plan.precision)
