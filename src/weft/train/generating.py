@@ -30,9 +30,9 @@ def complete(
 ) -> list[Completion]:
     """Continue prompts with the model's current weights, and return all completions on all ranks.
 
-    Under pp, cp, sp and zero=3, each rank generates a part with a whole copy of the weights, which is gathered once. If
-    the copy does not fit under zero=3, and under all other plans, each data rank generates a part with the sharded model.
-    Training continues with the same numbers. All ranks call it with the same requests.
+    Under pp, cp, sp and zero=3, each rank generates a part with a whole copy of the weights, which is gathered once.
+    Under other plans, and if the copy does not fit under zero=3, each data rank generates a part with the sharded
+    model. Training continues with the same numbers. All ranks call it with the same requests.
 
     Args:
         model: a Decoder or a causal language model of transformers, parallelized.
