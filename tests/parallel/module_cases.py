@@ -789,7 +789,6 @@ ILLEGAL: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-
 class NoGradients(Stack):
     """Its output does not depend on its parameters."""
 
