@@ -24,7 +24,8 @@ from weft.verify.parity import DecoderCase, local_microbatches
 from weft.verify.verifier import Float64Throughout
 
 PLANS = ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2",
-         "tp=2 sp=on", "pp=2 accumulation=2", "cp=2"]  # fmt: skip
+         "tp=2 sp=on", "pp=2 accumulation=2", "cp=2",
+         "dp_replicate=2 sync=average:2"]  # fmt: skip
 STEPS, EVERY = 20, 5
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3]]
 SETTINGS: dict[str, Any] = {"max_tokens": 5, "temperature": 1.2, "seed": 1}

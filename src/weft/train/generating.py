@@ -17,6 +17,7 @@ from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Completion, Request, Sampling
 from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face
+from weft.parallel.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel
 from weft.train.state_io import gather
 from weft.train.whole_copy import can_copy, whole_copy
@@ -28,7 +29,7 @@ _checked = weakref.WeakSet[nn.Module]()
 def complete(
     model: nn.Module, mesh: Mesh, requests: Sequence[Request], sampling: Sampling, limits: Limits
 ) -> list[Completion]:
-    """Continue prompts with the model's current weights, and return all completions on all ranks.
+    """Continue prompts with the weights that an evaluation would use, and return all completions on all ranks.
 
     Under pp, cp, sp and zero=3, each rank generates a part with a whole copy of the weights, which is gathered once.
     Under other plans, and if the copy does not fit under zero=3, each data rank generates a part with the sharded
@@ -52,7 +53,7 @@ def complete(
     # Compiled blocks would be compiled again for each length of a text.
     stance = torch.compiler.set_stance("force_eager") if plan.compile else nullcontext()
     try:
-        with stance:
+        with stance, anchored(model):
             found = _generated(model, mesh, requests, sampling, limits, is_new)
     finally:
         for module, was in training.items():
