@@ -38,6 +38,7 @@ from weft.comm.transports.two_level import (
     measured_routes,
     share_memory,
 )
+from weft.devices import access
 from weft.errors import CommError
 
 #: Largest axis for which the ranks check if they are on one host.
@@ -100,7 +101,7 @@ def sends_short_summands(axis: Axis, device: torch.device) -> bool:
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
     """Choose the axis's transport, or use the given one, instead of an earlier choice. All ranks of the axis call this.
 
-    device: device type of the tensors, "cpu" or "cuda". transport: name of the transport to use, or None for the best
+    device: device type of the tensors, such as "cpu". transport: name of the transport to use, or None for the best
     one. Raises CommError if the ranks cannot connect, or cannot use the given transport. Raises ConfigError if the file
     of link measurements is missing or invalid.
     """
@@ -134,8 +135,9 @@ class _Rendezvous:
 
 
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
-    backend = backend_of(group, torch.device(device))
     asked = f"{transport} was requested" if transport else ""
+    through_host = access.kind_of(torch.device(device)).through_host
+    backend = backend_of(group, torch.device("cpu" if through_host else device))
     is_gloo = backend.name() == "gloo"
     if transport == StagedLink.transport or (device != "cpu" and is_gloo and not transport):
         return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo cannot access the memory of {device}")
