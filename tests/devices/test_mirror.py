@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tools.mirror_device.device import NAME, load
+from tools.gpu_sim.stub_library import built_library
+from tools.mirror_device.device import NAME, SOURCE, load, package_in, why_not
+from weft import env
 from weft.config.decoder_shape import DecoderSpec
+from weft.monitor.events import read_events
 from weft.verify.parity import DecoderCase, ParityResult, train_case, train_plain
 from weft.verify.rank_pool import RankPool
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 SPEC = DecoderSpec(vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8)
 CASE = DecoderCase(SPEC, num_steps=3, seq_len=8)
@@ -19,7 +28,8 @@ CASE = DecoderCase(SPEC, num_steps=3, seq_len=8)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    """Two ranks. The first registers the device; another pool's ranks would keep it."""
+    """Two ranks for these tests alone, because a process keeps a device that it has registered."""
+    built_library(SOURCE)  # once, before two ranks need it
     with RankPool(2) as pool:
         yield pool
 
@@ -46,3 +56,34 @@ def test_device_beside_cpu_ranks_equals_one_process(ranks, plan, devices):
     for result, used_memory in ranks.run(train_on, plan, devices, CASE):
         assert used_memory
         assert result.largest_difference(plain) < 1e-12
+
+
+@pytest.mark.full
+def test_weft_train_and_doctor_on_a_device_of_a_package(tmp_path):
+    package_in(tmp_path)
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft {i * i}"}}\n' for i in range(200)))
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    variables = env.child_env(PYTHONPATH=paths, OMP_NUM_THREADS="1")
+
+    def weft(*words: str) -> str:
+        command = [sys.executable, "-m", "weft", *words]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    lines = [line for line in json.loads(weft("doctor", "--json"))["lines"] if line["section"] == "device"]
+    assert lines[0]["text"] == "mirror: mirror, collectives by gloo through host memory"
+    assert {line["status"] for line in lines} == {"ok"}
+
+    def final_loss(device: str) -> float:
+        folder = tmp_path / device
+        weft(
+            "train", f"launch.device={device}", "plan=dp_replicate=2 precision=fp64",
+            f"data.train={tmp_path}/text.jsonl", f"data.cache_dir={tmp_path}/cache", f"run.dir={folder}", "tokenizer.kind=bytes", "model.dim=16",
+            "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=32", "train.seq_len=16",
+            "train.global_batch=4", "train.steps=3", "eval.every=0", "checkpoint.every=0", "sample.prompt=",
+        )  # fmt: skip
+        steps = [event for event in read_events(next(folder.glob("*/events.jsonl"))) if "loss" in event]
+        return steps[-1]["loss"]
+
+    assert final_loss(NAME) == pytest.approx(final_loss("cpu"), rel=1e-12)

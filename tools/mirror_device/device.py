@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,39 +18,28 @@ import torch
 from tools.gpu_sim.stub_library import built_library
 
 NAME = "mirror"
+SOURCE = Path(__file__).with_name("mirror.cpp")
 
 
-class Event:
-    """Event of a device whose work is finished when a call returns."""
-
-    def __init__(self, enable_timing: bool = False, **options: Any) -> None:
-        self.seconds = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        import time
-
-        self.seconds = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        return (other.seconds - self.seconds) * 1000
+def why_not() -> str:
+    """Return why this machine cannot build the device, or ""."""
+    if not sys.platform.startswith("linux"):
+        return f"the mirror device is built for Linux, and this is {sys.platform}"
+    return "" if shutil.which("g++") else "g++ is not on PATH; install it (Debian: apt install g++)"
 
 
 class MirrorModule:
     """The module `torch.mirror`, with the functions that modules of accelerators have."""
 
-    Event = Event
     library: ClassVar[Any]
 
     @staticmethod
     def Stream(device: Any = None, priority: int = 0) -> torch.Stream:
         return torch.Stream(device=torch.device(NAME, MirrorModule.current_device()))
+
+    @staticmethod
+    def Event(enable_timing: bool = False) -> torch.Event:
+        return torch.Event(device=torch.device(NAME, MirrorModule.current_device()), enable_timing=enable_timing)
 
     @staticmethod
     def current_stream(device: Any = None) -> torch.Stream:
@@ -130,7 +121,7 @@ def load() -> None:
     """
     if hasattr(torch, NAME):
         return
-    library = ctypes.CDLL(str(built_library(Path(__file__).with_name("mirror.cpp"))))
+    library = ctypes.CDLL(str(built_library(SOURCE)))
     for name in ("mirror_allocated", "mirror_peak"):
         getattr(library, name).restype = ctypes.c_int64
     library.mirror_register()

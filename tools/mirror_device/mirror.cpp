@@ -2,7 +2,6 @@
 // kinds cannot touch its tensors, and collectives of gloo refuse them. Every operator without a kernel here copies its
 // inputs to the host, runs there, and copies the results back.
 #include <ATen/EmptyTensor.h>
-#include <ATen/TensorIterator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -15,6 +14,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <chrono>
 
 namespace {
 
@@ -57,6 +57,8 @@ REGISTER_ALLOCATOR(KIND, &allocator)
 
 // The device guard. Work is finished when a call returns, so streams have no order to keep.
 
+using Moment = std::chrono::steady_clock::time_point;
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return KIND; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -75,10 +77,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return getStream(stream.device()); }
   c10::DeviceIndex deviceCount() const noexcept override { return NUM_DEVICES; }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Moment;
+    *static_cast<Moment*>(*event) = std::chrono::steady_clock::now();
+  }
+  double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
+    const auto passed = *static_cast<Moment*>(end) - *static_cast<Moment*>(start);
+    return std::chrono::duration<double, std::milli>(passed).count();
+  }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Moment*>(event);
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
   void synchronizeEvent(void*) const override {}

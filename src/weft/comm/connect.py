@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.mesh import Axis, Mesh, join_group
-from weft.comm.private_torch import backend_of, timeout_s
+from weft.comm.private_torch import Backend, backend_of, timeout_s
 from weft.comm.transports.backend import BackendLink, ExchangeLink
 from weft.comm.transports.link import Link, StagedLink
 from weft.comm.transports.shared_memory import SharedLink
@@ -136,9 +136,11 @@ class _Rendezvous:
 
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
     asked = f"{transport} was requested" if transport else ""
-    through_host = access.kind_of(torch.device(device)).through_host
-    backend = backend_of(group, torch.device("cpu" if through_host else device))
+    backend = backend_for(group, torch.device(device))
     is_gloo = backend.name() == "gloo"
+    if access.kind_of(torch.device(device)).through_host and not transport:
+        # The link of CPU tensors, because other ranks of the axis may be CPUs.
+        return StagedLink(link_of(axis, torch.device("cpu")), f"{device} has no backend of its own")
     if transport == StagedLink.transport or (device != "cpu" and is_gloo and not transport):
         return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo cannot access the memory of {device}")
     foreign = device != "cpu" or not is_gloo
@@ -150,6 +152,12 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
     if transport is None and axis.route == "auto" and axis.link_profile:
         return _by_measurement(axis, group, hosts, link)
     return link
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    """Return the group's backend that carries tensors of a device, perhaps through host memory."""
+    through_host = access.kind_of(device).through_host
+    return backend_of(group, torch.device("cpu") if through_host else device)
 
 
 def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:

@@ -320,7 +320,7 @@ class Watch(threading.Thread):
         self._where_stacks, self._owns_process = where_stacks, owns_process
         self._tick_s = min(1.0, warn_after_s / 4)
         self._pulses: list[Heartbeat] = [mesh.pulse]
-        self._axes: Callable[[], list[Axis]] = mesh.built_axes if access.has_streams(mesh.device) else list
+        self._axes: Callable[[], list[Axis]] = mesh.built_axes if access.collectives_overlap(mesh.device) else list
         self._end = threading.Event()
         self._store: Store | None = None
         self._key: StoreKey | None = None

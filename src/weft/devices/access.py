@@ -72,6 +72,15 @@ def has_streams(device: torch.device) -> bool:
     return kind_of(device).streams
 
 
+def collectives_overlap(device: torch.device) -> bool:
+    """Return True if collectives run in streams, in parallel with computation, so that starting them early helps.
+
+    Ranks of different kinds can share an axis if their collectives go through the host. They then have the same order,
+    because this is False for all of them.
+    """
+    return has_streams(device) and not kind_of(device).through_host
+
+
 def pins_memory(device: torch.device) -> bool:
     """Return True if copies to the device from pinned host memory are asynchronous."""
     return kind_of(device).pins

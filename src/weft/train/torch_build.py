@@ -89,7 +89,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
         meter=meter,
         check_batch=config.train.check_batch,
         # On a CPU, copies take compute time, so overlapping gains nothing.
-        weights_follow=access.has_streams(mesh.device),
+        weights_follow=access.collectives_overlap(mesh.device),
     )
     data_parallel(model).coders.exact_steps = config.train.compress_after
     if (sync := rare_sync(model)) is not None:

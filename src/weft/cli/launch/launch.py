@@ -43,7 +43,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: boo
         PlanError: if a '*' does not divide evenly.
     """
     device, wanted = config.launch.device, config.launch.ranks
-    if device not in ("auto", "cpu") and gpus == 0:
+    if device not in ("auto", "cpu") and gpus == 0 and config.launch.engine == "torch":
         raise LaunchError(
             f"launch.device={device}: torch sees no {noun(device)} on this machine. "
             "Use launch.device=cpu, or run `weft doctor` to see why."

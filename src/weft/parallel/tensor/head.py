@@ -146,7 +146,7 @@ class LossChunking:
 
         On an accelerator this is a collective over the axis, and the smallest device determines the size.
         """
-        if not access.is_accelerator(device):
+        if not access.is_accelerator(device) or access.kind_of(device).through_host:  # other ranks may be CPUs
             return cls(LossChunk(), compiled)
         chunk = LossChunk.of_device(access.total_bytes(device))
         if axis.size > 1:

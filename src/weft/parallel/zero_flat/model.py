@@ -13,6 +13,7 @@ from torch import nn
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
 from weft.config import partitioning as shares
+from weft.devices import access
 from weft.errors import ModelError, PlanError, Problem
 from weft.memory.offload import Host
 from weft.optim.step_decision import StepDecision, clip_factor, global_norm
@@ -63,7 +64,9 @@ class FlatModel(ZeroEngine):
     ):
         super().__init__(mesh, placements, sharded=mesh.plan.zero > 0)
         materialise = self._materialise(model, seed, filled_later)
-        size = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
+        # Ranks whose collectives go through the host may be of different kinds, and need the same buckets.
+        through_host = access.kind_of(mesh.device).through_host
+        size = bucket_bytes or self.usual_bucket_bytes("cpu" if through_host else mesh.device.type)
         self._parameters = FlatParameters(model, self.axes, self.precision, materialise, host, size)
         self.updates_on_host = bool(self._parameters.on_host)
         slots = self._parameters.slots

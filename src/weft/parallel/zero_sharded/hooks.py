@@ -196,8 +196,8 @@ class FirstGathers:
         self._early: list[tuple[FSDPModule, UnshardHandle]] = []
 
     def switch_on(self) -> None:
-        """Enable early gathers, on devices with streams. Call it only if weights may be gathered between steps."""
-        if self._stream is None:
+        """Enable early gathers, if collectives overlap. Call it only if weights may be gathered between steps."""
+        if self._stream is None and access.collectives_overlap(self._device):
             self._stream = access.new_stream(self._device, priority=-1)
 
     def step(self, optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:

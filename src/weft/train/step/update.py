@@ -210,7 +210,7 @@ class WeightUpdate:
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
         self._loss_scale = LossScale(enabled=Precision.of(mesh.plan).scales_loss)
         self._ratio = UpdateRatio(self._engine, mesh.device)
-        may_read_late = access.has_streams(mesh.device) if reads_late is None else reads_late
+        may_read_late = access.collectives_overlap(mesh.device) if reads_late is None else reads_late
         self._may_read_late = may_read_late and self._sync is None
         self._unread: LateMetrics | None = None
         self._next_scale: torch.Tensor | None = None  # if only the device has it
