@@ -1,1 +1,1 @@
-"""Kinds of devices: one table of what each kind offers, and one accessor for streams, memory and random numbers."""
+"""Kinds of devices: one table of their properties, and one accessor for streams, memory and random numbers."""

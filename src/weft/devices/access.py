@@ -1,6 +1,6 @@
 """Devices of torch: the kind of one, and its streams, events, memory and random numbers.
 
-Functions use the device's module in torch (`torch.cuda`, `torch.xpu`, or that of a package), whose functions have the
+Functions use the device's module in torch, such as `torch.cuda` or a package's module, whose functions have the
 same names for all accelerators. On a host, streams and events are None, and nothing has to be waited for.
 """
 
@@ -90,7 +90,7 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def names() -> str:
-    """Return the values of `launch.device`, as words."""
+    """Return the values of `launch.device` for an error message."""
     return f"auto, {', '.join(KINDS)}, or the name of a device that a package registers with torch"
 
 
@@ -131,7 +131,7 @@ def count_devices(name: str = "auto") -> int:
 
 
 def _count(torch_type: str) -> int:
-    module = torch.get_device_module(torch_type)
+    module: Any = torch.get_device_module(torch_type)
     return module.device_count() if module.is_available() else 0
 
 
@@ -180,9 +180,16 @@ def _module(device: torch.device) -> Any:
     return torch.get_device_module(device.type)
 
 
+def _call(device: torch.device, name: str, *args: object) -> Any:
+    """Call a function of the device's module, with the device as its last argument if there may be several devices."""
+    function = getattr(_module(device), name)
+    return function(*args) if device.type == "mps" else function(*args, device)
+
+
 def select(device: torch.device) -> None:
     """Make an accelerator torch's current device."""
-    _module(device).set_device(device)
+    if hasattr(_module(device), "set_device"):  # a machine has one Apple GPU, so torch.mps selects none
+        _module(device).set_device(device)
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.Stream | None:
@@ -196,7 +203,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def on_default_stream(device: torch.device) -> bool:
-    """Return True if the device has streams, and the current one is known to be the default stream."""
+    """Return True if the device has streams, and the current one is the default stream."""
     default = getattr(_module(device), "default_stream", None) if has_streams(device) else None
     return default is not None and current_stream(device) == default(device)
 
@@ -222,7 +229,7 @@ def record_event(device: torch.device, *, timed: bool = False) -> Any:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
     if is_accelerator(device):
-        _module(device).synchronize(device)
+        _call(device, "synchronize")
 
 
 def is_capturing() -> bool:
@@ -235,7 +242,7 @@ def is_capturing() -> bool:
 
 def allocated_bytes(device: torch.device) -> tuple[int, int] | None:
     """Return the current and peak bytes of torch's allocator on an accelerator; None if they are not counted."""
-    module = _module(device) if is_accelerator(device) else None
+    module: Any = _module(device) if is_accelerator(device) else None
     if not hasattr(module, "max_memory_allocated"):
         return None
     return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
@@ -243,19 +250,19 @@ def allocated_bytes(device: torch.device) -> tuple[int, int] | None:
 
 def reserved_bytes(device: torch.device) -> int:
     """Return the bytes that torch's allocator has reserved on an accelerator; 0 if they are not counted."""
-    module = _module(device)
+    module: Any = _module(device)
     return int(module.memory_reserved(device)) if hasattr(module, "memory_reserved") else 0
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of an accelerator; None if the device does not report them, or is the host."""
-    module = _module(device) if is_accelerator(device) else None
+    module: Any = _module(device) if is_accelerator(device) else None
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
 
 
 def total_bytes(device: torch.device) -> int:
     """Return the memory of an accelerator; 0 if the device does not report it, or is the host."""
-    module = _module(device) if is_accelerator(device) else None
+    module: Any = _module(device) if is_accelerator(device) else None
     if not hasattr(module, "get_device_properties"):
         return 0
     return int(getattr(module.get_device_properties(device), "total_memory", 0))
@@ -263,7 +270,7 @@ def total_bytes(device: torch.device) -> int:
 
 def device_name(device: torch.device) -> str:
     """Return the name that the device's driver reports, or the name of its kind."""
-    module = _module(device) if is_accelerator(device) else None
+    module: Any = _module(device) if is_accelerator(device) else None
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else kind_of(device).name
 
 
@@ -298,13 +305,13 @@ def _with_generators(devices: Iterable[torch.device | None]) -> list[torch.devic
 
 
 def rng_states(*devices: torch.device | None) -> list[torch.Tensor]:
-    """Return the states of torch's global generators: of the CPU, then of the accelerators among `devices`."""
-    return [torch.get_rng_state(), *(_module(one).get_rng_state(one) for one in _with_generators(devices))]
+    """Return the states of torch's global generators: the CPU's, then the accelerators' among `devices`."""
+    return [torch.get_rng_state(), *(_call(one, "get_rng_state") for one in _with_generators(devices))]
 
 
 @contextmanager
 def forked_generators(*devices: torch.device | None) -> Generator[None]:
-    """Restore torch's global generators at exit: of the CPU, and of the accelerators among `devices`."""
+    """Restore torch's global generators at exit: the CPU's, and the accelerators' among `devices`."""
     own = _with_generators(devices)
     states = rng_states(*own)
     try:
@@ -312,4 +319,4 @@ def forked_generators(*devices: torch.device | None) -> Generator[None]:
     finally:
         torch.set_rng_state(states[0])
         for device, state in zip(own, states[1:], strict=True):
-            _module(device).set_rng_state(state, device)
+            _call(device, "set_rng_state", state)

@@ -7,7 +7,7 @@ from typing import Literal
 
 #: Backend of collectives whose tensors are copied through host memory.
 HOST_BACKEND = "gloo"
-#: Runs of Weft on a kind. here: its tests; others: runs that users reported; never: no run is known.
+#: Runs of Weft on a kind. here: its tests; others: runs that users reported; never: no run was reported.
 Evidence = Literal["here", "others", "never"]
 
 _HALVES = ("fp32", "bf16", "fp16")
@@ -24,7 +24,7 @@ class DeviceKind:
         backend: backend of torch.distributed. With gloo, collectives copy through host memory.
         package: distribution that has the device; "torch" if a build of torch does.
         install: shell command that installs it, or a page.
-        modules: modules to import before torch knows the device and its backend.
+        modules: modules whose import registers the device and its backend with torch.
         files: device files of its driver on Linux, as patterns.
         precisions: values of the plan's `precision`. Empty if unknown: all are tried.
         streams: True if work is asynchronous, in streams with events.
@@ -53,7 +53,7 @@ class DeviceKind:
 
     @property
     def through_host(self) -> bool:
-        """True if collectives copy through host memory, because the device has no backend of its own."""
+        """True if collectives copy through host memory, because no backend moves the device's memory."""
         return self.backend == HOST_BACKEND and self.name != "cpu"
 
 
@@ -121,7 +121,7 @@ def other_kind(torch_type: str, backend: str, streams: bool) -> DeviceKind:
 
 
 def noun(name: str) -> str:
-    """Return the word for one device that a value of `launch.device` selects, such as "GPU"."""
+    """Return the name of one device that a value of `launch.device` selects, such as "GPU"."""
     if name == "auto" or (name in KINDS and KINDS[name].torch_type == "cuda"):
         return "GPU"
     return f"{name} device"
@@ -130,7 +130,7 @@ def noun(name: str) -> str:
 def driver_files(name: str) -> tuple[str, ...] | None:
     """Return the patterns of device files without which torch has no device that `launch.device` selects.
 
-    None if only torch knows, or if the kind's package should be imported to report that it is missing.
+    None if there are no such files, or if the kind's package should be imported to report that it is missing.
     """
     kind = KINDS.get(name)
     if name != "auto" and (kind is None or kind.package != "torch" or not kind.files):
@@ -140,17 +140,17 @@ def driver_files(name: str) -> tuple[str, ...] | None:
 
 
 def with_property(name: str) -> str:
-    """Return the names of the kinds for which a property is true, as words: "cuda and rocm"."""
+    """Return the names of the kinds for which a property is true, such as "cuda and rocm"."""
     found = [kind.name for kind in _KINDS if getattr(kind, name)]
     return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
 def obstacle(kind: DeviceKind, precision: str, *, graphs: bool, compiled: bool) -> str:
-    """Return a message about what a kind of device cannot run of a plan, or "" if it can run the plan.
+    """Return the reason why a kind of device cannot run a plan, or "" if it can.
 
     Args:
         kind: kind of device.
-        precision, graphs, compiled: of the plan.
+        precision, graphs, compiled: fields of the plan.
     """
     if kind.precisions and precision not in kind.precisions and precision != "tf32":  # tf32 depends on the GPU's model
         known = ", ".join(kind.precisions)

@@ -31,7 +31,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 def _device_obstacle(config: RunConfig) -> str:
-    """Return what the kind of device in launch.device cannot run of the plan, or ""."""
+    """Return the reason why the kind of device in launch.device cannot run the plan, or ""."""
     kind, found = KINDS.get(config.launch.device), plan_of(config)
     if kind is None or found is None or config.launch.engine != "torch":
         return ""
