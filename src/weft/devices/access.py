@@ -180,12 +180,6 @@ def _module(device: torch.device) -> Any:
     return torch.get_device_module(device.type)
 
 
-def _call(device: torch.device, name: str, *args: object) -> Any:
-    """Call a function of the device's module, with the device as its last argument if there may be several devices."""
-    function = getattr(_module(device), name)
-    return function(*args) if device.type == "mps" else function(*args, device)
-
-
 def select(device: torch.device) -> None:
     """Make an accelerator torch's current device."""
     if hasattr(_module(device), "set_device"):  # a machine has one Apple GPU, so torch.mps selects none
@@ -228,8 +222,10 @@ def record_event(device: torch.device, *, timed: bool = False) -> Any:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
-    if is_accelerator(device):
-        _call(device, "synchronize")
+    if has_streams(device):
+        _module(device).synchronize(device)
+    elif is_accelerator(device):
+        _module(device).synchronize()  # torch.mps takes no device
 
 
 def is_capturing() -> bool:
@@ -306,7 +302,7 @@ def _with_generators(devices: Iterable[torch.device | None]) -> list[torch.devic
 
 def rng_states(*devices: torch.device | None) -> list[torch.Tensor]:
     """Return the states of torch's global generators: the CPU's, then the accelerators' among `devices`."""
-    return [torch.get_rng_state(), *(_call(one, "get_rng_state") for one in _with_generators(devices))]
+    return [torch.get_rng_state(), *(_module(one).get_rng_state(one) for one in _with_generators(devices))]
 
 
 @contextmanager
@@ -319,4 +315,4 @@ def forked_generators(*devices: torch.device | None) -> Generator[None]:
     finally:
         torch.set_rng_state(states[0])
         for device, state in zip(own, states[1:], strict=True):
-            _call(device, "set_rng_state", state)
+            _module(device).set_rng_state(state, device)
