@@ -31,7 +31,7 @@ def _with_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Callable
     """Return a function that computes outputs and gradients on a device."""
 
     def run(device: torch.device) -> list[Tensor]:
-        leaves = [one.to(device).requires_grad_(one.is_floating_point()) for one in inputs]
+        leaves = [one.to(device, copy=True).requires_grad_(one.is_floating_point()) for one in inputs]
         output = function(*leaves)
         output.square().sum().backward()
         return [output, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
