@@ -53,7 +53,7 @@ def train_on(plan: str, devices: tuple[str, str], case: DecoderCase) -> tuple[Pa
 )  # fmt: skip
 def test_device_beside_cpu_ranks_equals_one_process(ranks, plan, devices):
     plain = train_plain(CASE)
-    for result, used_memory in ranks.run(train_on, plan, devices, CASE):
+    for result, used_memory in ranks.run(train_on, f"{plan} precision=fp64", devices, CASE):
         assert used_memory
         assert result.largest_difference(plain) < 1e-12
 

@@ -81,6 +81,11 @@ def collectives_overlap(device: torch.device) -> bool:
     return has_streams(device) and not kind_of(device).through_host
 
 
+def mixes_with_cpus(device: torch.device) -> bool:
+    """Return True if other ranks of an axis may be CPUs, so that this rank must make a CPU's choices."""
+    return not is_accelerator(device) or kind_of(device).through_host
+
+
 def pins_memory(device: torch.device) -> bool:
     """Return True if copies to the device from pinned host memory are asynchronous."""
     return kind_of(device).pins

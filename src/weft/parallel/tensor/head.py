@@ -146,7 +146,7 @@ class LossChunking:
 
         On an accelerator this is a collective over the axis, and the smallest device determines the size.
         """
-        if not access.is_accelerator(device) or access.kind_of(device).through_host:  # other ranks may be CPUs
+        if access.mixes_with_cpus(device):
             return cls(LossChunk(), compiled)
         chunk = LossChunk.of_device(access.total_bytes(device))
         if axis.size > 1:
@@ -222,7 +222,7 @@ def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
     In chat data most tokens have no label. The result is always None on a GPU, because the host would wait for it.
     All tp ranks have the same labels, so they make the same choice.
     """
-    if labels_N.device.type != "cpu":
+    if not access.mixes_with_cpus(labels_N.device):
         return None
     [kept_N] = (labels_N != ignore).nonzero(as_tuple=True)
     return kept_N if kept_N.numel() <= 0.9 * labels_N.numel() else None

@@ -64,9 +64,8 @@ class FlatModel(ZeroEngine):
     ):
         super().__init__(mesh, placements, sharded=mesh.plan.zero > 0)
         materialise = self._materialise(model, seed, filled_later)
-        # Ranks whose collectives go through the host may be of different kinds, and need the same buckets.
-        through_host = access.kind_of(mesh.device).through_host
-        size = bucket_bytes or self.usual_bucket_bytes("cpu" if through_host else mesh.device.type)
+        kind = "cpu" if access.mixes_with_cpus(mesh.device) else mesh.device.type
+        size = bucket_bytes or self.usual_bucket_bytes(kind)
         self._parameters = FlatParameters(model, self.axes, self.precision, materialise, host, size)
         self.updates_on_host = bool(self._parameters.on_host)
         slots = self._parameters.slots
