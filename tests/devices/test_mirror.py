@@ -26,12 +26,12 @@ SPEC = DecoderSpec(vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_head
 CASE = DecoderCase(SPEC, num_steps=3, seq_len=8)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Two ranks for these tests alone, because a process keeps a device that it has registered."""
+@pytest.fixture(scope="module", params=[("mirror:0", "cpu"), ("mirror:0", "mirror:1")], ids="-".join)
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, tuple[str, str]]]:
+    """Two ranks and their devices. A process registers the device before its first backward, and keeps it."""
     built_library(SOURCE)  # once, before two ranks need it
     with RankPool(2) as pool:
-        yield pool
+        yield pool, request.param
 
 
 def train_on(plan: str, devices: tuple[str, str], case: DecoderCase) -> tuple[ParityResult, bool]:
@@ -46,14 +46,13 @@ def train_on(plan: str, devices: tuple[str, str], case: DecoderCase) -> tuple[Pa
     return result, device == "cpu" or torch.get_device_module(NAME).max_memory_allocated() > 0
 
 
-@pytest.mark.parametrize("devices", [("mirror:0", "cpu"), ("mirror:0", "mirror:1")], ids="-".join)
 @pytest.mark.parametrize(
     "plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2", "tp=2 sp=on",
              "cp=2", "pp=2 accumulation=2"]
 )  # fmt: skip
-def test_device_beside_cpu_ranks_equals_one_process(ranks, plan, devices):
-    plain = train_plain(CASE)
-    for result, used_memory in ranks.run(train_on, f"{plan} precision=fp64", devices, CASE):
+def test_device_equals_one_process(ranks, plan):
+    (pool, devices), plain = ranks, train_plain(CASE)
+    for result, used_memory in pool.run(train_on, f"{plan} precision=fp64", devices, CASE):
         assert used_memory
         assert result.largest_difference(plain) < 1e-12
 
@@ -78,10 +77,11 @@ def test_weft_train_and_doctor_on_a_device_of_a_package(tmp_path):
     def final_loss(device: str) -> float:
         folder = tmp_path / device
         weft(
-            "train", f"launch.device={device}", "plan=dp_replicate=2 precision=fp64",
-            f"data.train={tmp_path}/text.jsonl", f"data.cache_dir={tmp_path}/cache", f"run.dir={folder}", "tokenizer.kind=bytes", "model.dim=16",
-            "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=32", "train.seq_len=16",
-            "train.global_batch=4", "train.steps=3", "eval.every=0", "checkpoint.every=0", "sample.prompt=",
+            "train", f"launch.device={device}", "plan=dp_replicate=2 precision=fp64", f"run.dir={folder}",
+            f"data.train={tmp_path}/text.jsonl", f"data.cache_dir={tmp_path}/cache", "tokenizer.kind=bytes",
+            "model.dim=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=32",
+            "train.seq_len=16", "train.global_batch=4", "train.steps=3", "eval.every=0", "checkpoint.every=0",
+            "sample.prompt=",
         )  # fmt: skip
         steps = [event for event in read_events(next(folder.glob("*/events.jsonl"))) if "loss" in event]
         return steps[-1]["loss"]
