@@ -1,5 +1,5 @@
 """Write the generated pages: docs/reference/rules.md, settings.md and recipes.md, and the generated parts of README.md,
-how-to/plan.md, how-to/import_config.md and reference/deepspeed_keys.md.
+how-to/plan.md, how-to/import_config.md, reference/devices.md and reference/deepspeed_keys.md.
 
 python docs/generate.py
 """
@@ -25,6 +25,7 @@ from weft.config.plan_values import PlanField
 from weft.config.rules.config_rules import CONFIG_RULES
 from weft.config.rules.plan_rules import RULES
 from weft.config.run_config import RunConfig
+from weft.devices.kinds import KINDS, DeviceKind
 from weft.interop.deepspeed_keys import Group, groups
 from weft.interop.trainer_keys import Tool, tools
 
@@ -35,6 +36,7 @@ from mkdocs_hooks import expanded, pages_in  # noqa: E402 (the path comes first)
 
 REFERENCE = DOCS / "reference"
 DEEPSPEED, TRAINERS = REFERENCE / "deepspeed_keys.md", DOCS / "how-to" / "import_config.md"
+DEVICES = REFERENCE / "devices.md"
 RECIPES = DOCS.parent / "configs" / "tune"
 FRONT = DOCS / "README.md"
 PLAN_COMMAND = "weft plan llama3-8b 8xh100 --top 3"
@@ -149,6 +151,28 @@ def _group_row(group: Group) -> str:
     return f"| {keys} | {group.outcome} | {group.text} |"
 
 
+def devices_page(page: str) -> str:
+    """Return the page of devices with the generated table of kinds."""
+    before, begin, rest = page.partition("<!-- kinds -->")
+    _, end, after = rest.partition("<!-- end of kinds -->")
+    table = [
+        "| `launch.device` | devices | installed by | collectives | `precision` | graphs | compile | run |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_kind_row, KINDS.values()),
+    ]
+    return f"{before}{begin}\n" + "\n".join(table) + f"\n{end}{after}"
+
+
+def _kind_row(kind: DeviceKind) -> str:
+    run = {"here": "here", "others": "by others", "never": "never"}[kind.evidence]
+    devices = f"{kind.hardware}. {kind.note}" if kind.note else kind.hardware
+    install = f"`{kind.install}`" if kind.install.startswith("pip") else kind.install
+    way = f"{kind.backend}, through host memory" if kind.through_host else kind.backend
+    graphs, compiles = ("yes" if able else "no" for able in (kind.graphs, kind.compiles))
+    precisions = ", ".join(kind.precisions)
+    return f"| `{kind.name}` | {devices} | {install} | {way} | {precisions} | {graphs} | {compiles} | {run} |"
+
+
 def import_page(page: str) -> str:
     """Return the how-to page about other trainers with a generated table of keys for each."""
     before, begin, rest = page.partition("<!-- keys")
@@ -255,7 +279,7 @@ if __name__ == "__main__":
     for file_name, page in PAGES.items():
         (REFERENCE / file_name).write_text(page())
         print(REFERENCE / file_name)
-    for path, page_of in ((DEEPSPEED, deepspeed_page), (TRAINERS, import_page)):
+    for path, page_of in ((DEEPSPEED, deepspeed_page), (DEVICES, devices_page), (TRAINERS, import_page)):
         path.write_text(page_of(path.read_text()))
         print(path)
     made = plan_answer()

@@ -138,4 +138,5 @@ def test_devices_without_tf32_are_refused_in_one_line(flags, monkeypatch):
         multiply_as_planned("tf32", GPU)
     assert flags() == ["none", "tf32", "tf32"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert any("precision=tf32 is refused: this GPU is AMD's" in line for line in library_settings())

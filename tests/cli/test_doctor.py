@@ -43,6 +43,16 @@ def test_this_machine_can_train(report):
         assert name in lines_of(report)
 
 
+def test_each_operator_class_runs_on_the_device(report):
+    lines = [line for line in json.loads(report.stdout)["lines"] if line["section"] == "device"]
+    assert [line["name"] for line in lines] == [
+        *("kind", "precisions", "matmul", "convolution", "attention", "reductions", "embedding", "selection"),
+        *("optimizer", "random numbers", "collective"),
+    ]
+    assert {line["status"] for line in lines} == {"ok"}
+    assert all(line["text"] for line in lines)
+
+
 def test_two_ranks_connect(report):
     assert lines_of(report)["two ranks"]["text"].startswith("gloo: connected in ")
 

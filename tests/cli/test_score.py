@@ -124,7 +124,7 @@ REFUSED = [
     (["--plan", "cp=2"], "cp=2: inference does not divide a text over ranks yet"),
     (["--plan", "tp=two"], "tp=two"),
     (["--dtype", "half"], "precision=half"),
-    (["--device", "gpu"], "device=gpu: not one of auto, cpu, cuda"),
+    (["--device", "gpu"], "device=gpu: torch has no such device. Use auto, cpu, cuda"),
     (["--step", "3"], "which has no checkpoints"),
     (["--out", "none/out.jsonl"], "--out=none/out.jsonl: its folder does not exist"),
 ]

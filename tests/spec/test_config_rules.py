@@ -165,8 +165,13 @@ CASES = [
       "plan=dp_replicate=2 dp_shard=* zero=1 sync=diloco:5"],
      "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' has an axis '*', and this machine "
      "has only one replica. Write the number of ranks instead of '*'."),
-    ("graphs-need-cuda", ["launch.device=cpu", "plan=graphs=on"],
-     "launch.device=cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU."),
+    ("device-runs-plan", ["launch.device=cpu", "plan=graphs=on"],
+     "launch.device=cpu: the plan has graphs=on, and graphs are recorded on cuda and rocm only. Use graphs=off."),
+    ("device-runs-plan", ["launch.device=npu", "plan=precision=fp64"],
+     "launch.device=npu: the plan has precision=fp64, and this kind computes in fp32, bf16, fp16. Use precision=fp32."),
+    ("device-runs-plan", ["launch.device=hpu", "plan=compile=on"],
+     "launch.device=hpu: the plan has compile=on, and torch.compile generates code for cpu, cuda, rocm and xpu only. "
+     "Use compile=off."),
 ]  # fmt: skip
 OTHERS = [
     (["energy.grid=frence"],

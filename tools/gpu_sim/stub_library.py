@@ -50,17 +50,25 @@ def why_not() -> str:
 
 
 def built_stub() -> Path:
-    """Return the library for the installed torch, and build it if needed.
+    """Return the library of the simulated GPU for the installed torch, and build it if needed.
+
+    Raises:
+        LaunchError: if this machine cannot simulate a GPU, or the build fails.
+    """
+    if why := why_not():
+        raise LaunchError(f"paper device: {why}.")
+    return built_library(Path(__file__).with_name("stub.cpp"))
+
+
+def built_library(source: Path) -> Path:
+    """Return the library that a C++ file makes with the installed torch, and build it if needed.
 
     Raises:
         LaunchError: if the build fails.
     """
-    if why := why_not():
-        raise LaunchError(f"paper device: {why}.")
-    source = Path(__file__).with_name("stub.cpp")
     torch_dir = _torch_dir()
     mark = hashlib.sha256(b"\0".join((source.read_bytes(), str(torch_dir).encode(), version("torch").encode())))
-    built = env.cache_dir() / "paper" / f"torch-{version('torch')}-{mark.hexdigest()[:16]}.so"
+    built = env.cache_dir() / "paper" / f"{source.stem}-torch-{version('torch')}-{mark.hexdigest()[:16]}.so"
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)
         _build(source, torch_dir, built)
@@ -79,7 +87,8 @@ def _build(source: Path, torch_dir: Path, built: Path) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", dir=built.parent)
     os.close(handle)
     libraries = torch_dir / "lib"
-    command = ["g++", "-O1", "-shared", "-fPIC", "-std=c++20", f"-I{torch_dir / 'include'}", str(source), "-o", name]
+    command = ["g++", "-O1", "-shared", "-fPIC", "-std=c++20", f"-I{torch_dir / 'include'}"]
+    command += [f"-I{torch_dir / 'include/torch/csrc/api/include'}", str(source), "-o", name]
     command += [f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Axis
 from weft.config.decoder_shape import DecoderSpec
+from weft.devices import access
 from weft.errors import ConfigError, Problem
 from weft.models.attention import rotate, rotation, see_causally
 from weft.models.decoder import Block
@@ -185,8 +186,7 @@ class Stopwatch:
         return max(1, round(self._joined(calls, "max")))
 
     def _finalize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        access.synchronize(self.device)
 
 
 def _median(windows: Sequence[float]) -> Timing:
@@ -346,7 +346,7 @@ def to_device(place: TensorPlacement, num_bytes: int) -> Call:
 
 def _both_sides(place: TensorPlacement, num_bytes: int) -> tuple[Tensor, Tensor]:
     here = torch.zeros(num_bytes, dtype=torch.uint8, device=place.device)
-    return here, torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=place.device.type == "cuda")
+    return here, torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=access.pins_memory(place.device))
 
 
 def host_adamw(place: TensorPlacement, params: int) -> Call:

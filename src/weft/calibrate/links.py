@@ -19,6 +19,7 @@ from weft.comm.collectives import all_gather, all_reduce, barrier, broadcast, re
 from weft.comm.connect import join
 from weft.comm.mesh import Axis, build_mesh, join_ranks, leave_ranks
 from weft.config.plan import Plan
+from weft.devices import access
 from weft.errors import CommError, ConfigError
 from weft.planner.measured.links import OPS, LinkProfile, LinkSample
 from weft.planner.measured.machine_profile import Measurement
@@ -71,9 +72,9 @@ class Chapter:
 
 def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "cpu") -> list[Measurement]:
     """Return this rank's measurements, or [] if it is idle. Collective: all ranks must call it."""
-    here = torch.device(device, torch.distributed.get_rank() if device == "cuda" and world_size > 1 else 0)
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
+    here = torch.device(device, torch.distributed.get_rank() if device != "cpu" and world_size > 1 else 0)
+    if access.is_accelerator(here):
+        access.select(here)
     crowd = build_mesh(Plan(tp=chapter.ranks, dp_replicate=world_size // chapter.ranks), here)["tp"]
     if 0 not in crowd.ranks:
         return []

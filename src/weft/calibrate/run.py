@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from weft.calibrate.compute import MESSAGES, POINTS, WINDOWS, this_machine
 from weft.calibrate.links import COLLECTIVES, DTYPES, Chapter, joined, measure
+from weft.devices import access
 from weft.errors import ConfigError
 from weft.planner.measured.machine_profile import Machine, Measurement, Profile
 from weft.units import counted
@@ -57,9 +60,7 @@ def calibrate(
     most = max(counts)
     samples: list[Measurement] = []
     report("starting ranks", 0, len(chapters))
-    with RankPool(
-        most, timeout_s=MOST_BUDGET_S, backend="cpu:gloo,cuda:nccl" if machine.kind == "cuda" else "gloo"
-    ) as pool:
+    with RankPool(most, timeout_s=MOST_BUDGET_S, backend=access.group_backend(torch.device(machine.kind))) as pool:
         left = ROUNDS * sum(len(chapter.points) for chapter in chapters)
         pool.run(_nothing)  # wait for the ranks to start
         for place, chapter in enumerate(chapters * ROUNDS):
@@ -105,9 +106,9 @@ def typical(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
 
 
 def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
-    most = machine.count if machine.kind == "cuda" else max(4, machine.cores)
+    most = max(4, machine.cores) if machine.kind == "cpu" else machine.count
     wanted = sorted(set(ranks)) or [1 << place for place in range(most.bit_length()) if 1 << place <= min(most, 16)]
-    limit = most if machine.kind == "cuda" else 8 * machine.cores
+    limit = 8 * machine.cores if machine.kind == "cpu" else most
     for count in wanted:
         if not 1 <= count <= limit or count & (count - 1):
             rule = f"powers of two from 1 to {limit} can be measured here"

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from weft.planner.measured.links import LinkProfile
     from weft.planner.measured.machine_profile import Profile
 
+#: Devices that can be measured.
+_DEVICES = ("auto", "cpu", "cuda")
+
 _BUDGET = re.compile(r"([0-9]*\.?[0-9]+)\s*(s|m|min)?")
 
 
@@ -58,8 +61,8 @@ def calibrate(
 
     The profile is written at the end. Ctrl-C before that keeps the previous profile.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError([Problem.of("device", device, "not one of auto, cpu, cuda. Use auto.")])
+    if device not in _DEVICES:
+        raise ConfigError([Problem.of("device", device, f"not one of {', '.join(_DEVICES)}. Use auto.")])
     seconds, counts = _seconds(budget), _counts(ranks)
     if hosts:
         _measure_links(seconds, out)

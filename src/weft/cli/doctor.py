@@ -393,9 +393,33 @@ def torch_build() -> Iterator[CheckLine]:
     release = f"; NCCL {'.'.join(map(str, nccl.version()))}" if "nccl" in backends else ""
     status, remedy = ("ok", "") if "gloo" in backends else ("fail", "Install a build of torch with gloo.")
     yield CheckLine("software", "backends", f"{', '.join(backends)}{release}", status, remedy)
-    count = torch.cuda.device_count()
-    devices = f"{count} x cuda" if count else "cpu only"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    devices = "cpu only" if device is None else f"{torch.accelerator.device_count()} x {device.type}"
     yield CheckLine("software", "torch devices", f"{devices}; {torch.get_num_threads()} threads in one process")
+
+
+def device_operators() -> Iterator[CheckLine]:
+    """Yield kind, backend and precisions of torch's accelerator, or of the CPU, and a line for each operator class."""
+    import torch
+
+    from weft.comm.backend_check import try_backend
+    from weft.devices import access
+    from weft.devices.checks import operator_checks, working_precisions
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if found is None else torch.device(found.type, 0)
+    kind = access.kind_of(device)
+    backend = f"{kind.backend} through host memory" if kind.through_host else kind.backend
+    yield CheckLine("device", "kind", f"{kind.name}: {access.device_name(device)}, collectives by {backend}")
+    yield CheckLine("device", "precisions", ", ".join(working_precisions(device)))
+    remedy = "Use launch.device=cpu, or update the package of this device: " + kind.package
+    for name, why in operator_checks(device):
+        yield CheckLine("device", name, why or "runs, as on the CPU", "fail" if why else "ok", remedy if why else "")
+    try:
+        try_backend(device)
+        yield CheckLine("device", "collective", f"{kind.backend} sums on one rank")
+    except (RuntimeError, ValueError) as error:
+        yield CheckLine("device", "collective", str(error).splitlines()[0], "fail", remedy)
 
 
 # Two ranks on this machine that connect and run an all-reduce, as a minimal test of training on several ranks.
@@ -486,6 +510,7 @@ _CHECKS = (
     ("machine", disks),
     ("machine", limits),
     ("gpus", gpus),
+    ("device", device_operators),
     ("network", loopback),
     ("network", interfaces),
     ("network", hostname),

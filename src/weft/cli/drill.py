@@ -21,7 +21,7 @@ import typer
 from weft import env
 from weft.checkpoint.load import list_checkpoints
 from weft.cli.console import print_line, split_words, table
-from weft.cli.launch.launch import count_ranks, usable_cores, visible_gpus
+from weft.cli.launch.launch import count_ranks, usable_cores, visible_devices
 from weft.config.files import load_config
 from weft.errors import ConfigError, LaunchError, did_you_mean
 from weft.monitor.events import read_events
@@ -334,7 +334,7 @@ def drill(
         raise ConfigError(
             "launch.replicas_apart=true: a drill tries faults on the ranks of one world. Leave it out of the drill."
         )
-    num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, usable_cores())
+    num_ranks = count_ranks(config, visible_devices(config.launch.device), usable_cores())
     kinds = chosen(faults, num_ranks)
     if config.train.epochs is not None:
         raise ConfigError("train.epochs: a drill counts steps. Use a config without train.epochs.")

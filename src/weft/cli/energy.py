@@ -184,7 +184,7 @@ def _gpus_of(run: Path) -> list[str]:
     devices = energy.get("devices")
     names = [str(one.get("name")) for one in devices if isinstance(one, dict)] if isinstance(devices, list) else []
     gpus = [name for name in names if name.startswith("GPU-")]
-    if start.get("device") == "cuda" and not gpus:
+    if start.get("device") != "cpu" and not gpus:
         raise ConfigError(f"RUN={run}: its events do not name its GPUs. Train with energy.meter=true.")
     return gpus
 

@@ -40,7 +40,7 @@ def evaluate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP, show_default=False)] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="As launch.device: auto, cpu, cuda ...")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Evaluate a trained model with lm-eval on local data. Nothing is downloaded."""

@@ -32,7 +32,7 @@ TopPOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option(help="With --prompts: fp32, bf16, fp16 or fp64.", show_default="the plan's")
 ]
-DeviceOption = Annotated[str, typer.Option(help="With --prompts: auto, cpu or cuda.")]
+DeviceOption = Annotated[str, typer.Option(help="With --prompts: as launch.device: auto, cpu, cuda ...")]
 MemoryOption = Annotated[
     str | None, typer.Option(help="With --prompts: memory for weights, such as 2GiB; others are read from files.")
 ]

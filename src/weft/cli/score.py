@@ -41,7 +41,7 @@ def score(
         int | None,
         typer.Option(min=1, help="Tokens of a batch on a data rank.", show_default="1024; 16384 on a GPU"),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="As launch.device: auto, cpu, cuda ...")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compute log-likelihoods, perplexities and accuracies of a JSONL file under a model."""

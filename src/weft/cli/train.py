@@ -16,7 +16,7 @@ import typer
 from weft import env
 from weft.cli.console import print_line, split_words
 from weft.cli.launch.fork_server import rank_starter
-from weft.cli.launch.launch import count_ranks, process_age_s, usable_cores, visible_gpus
+from weft.cli.launch.launch import count_ranks, process_age_s, usable_cores, visible_devices
 from weft.cli.launch.rank import RankInputs, train_rank
 from weft.cli.launch.spec import LaunchSpec
 from weft.config.plan import Plan
@@ -76,7 +76,7 @@ def execute(spec: LaunchSpec) -> None:
         return
     cores = usable_cores()
     with busy(sys.stderr, "starting the replicas" if spec.starts_replicas else "starting"):
-        gpus = visible_gpus() if spec.config.launch.device != "cpu" else 0
+        gpus = visible_devices(spec.config.launch.device)
         num_ranks = count_ranks(spec.config, gpus, cores, of_one_replica=spec.world is not None)
     if not spec.starts_replicas:
         _start_ranks(spec, num_ranks, cores)

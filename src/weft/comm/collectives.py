@@ -23,17 +23,18 @@ from weft.comm.transports.link import Operation
 from weft.comm.transports.scattered_tensor import Parts
 from weft.comm.wire.coded_collectives import gather_coded, sum_coded
 from weft.comm.wire.coder import Coder
+from weft.devices import access
 from weft.errors import CommError
 
 _OPS = ("sum", "max", "min")
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int64, torch.int32, torch.int8, torch.uint8)
-#: Dtypes that can be reduced, by device and op. all_gather and broadcast accept any dtype.
+#: Dtypes that can be reduced, by backend and op. all_gather and broadcast accept any dtype.
 _COMBINED = {
-    ("cpu", "sum"): (*_FLOATS, *_WHOLE, torch.int16, torch.complex64, torch.complex128),
-    ("cpu", "max"): (*_FLOATS, *_WHOLE, torch.int16, torch.bool),
-    ("cuda", "sum"): (*_FLOATS, *_WHOLE, torch.complex64, torch.complex128),
-    ("cuda", "max"): (*_FLOATS, *_WHOLE, torch.bool),
+    ("gloo", "sum"): (*_FLOATS, *_WHOLE, torch.int16, torch.complex64, torch.complex128),
+    ("gloo", "max"): (*_FLOATS, *_WHOLE, torch.int16, torch.bool),
+    ("nccl", "sum"): (*_FLOATS, *_WHOLE, torch.complex64, torch.complex128),
+    ("nccl", "max"): (*_FLOATS, *_WHOLE, torch.bool),
 }
 
 
@@ -255,7 +256,7 @@ def _identity(tensor: torch.Tensor, out: torch.Tensor | None, numel: int) -> Pen
 def _check_op(name: str, tensor: torch.Tensor, op: str) -> None:
     if op not in _OPS:
         raise CommError(f"{name}: op={op!r} is not known. Use one of {', '.join(_OPS)}.")
-    known = _COMBINED.get((tensor.device.type, "sum" if op == "sum" else "max"))
+    known = _COMBINED.get((access.kind_of(tensor.device).backend, "sum" if op == "sum" else "max"))
     if known is not None and tensor.dtype not in known:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in known)
         raise CommError(

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.mesh import Axis, Mesh, join_group
-from weft.comm.private_torch import backend_of, timeout_s
+from weft.comm.private_torch import Backend, backend_of, timeout_s
 from weft.comm.transports.backend import BackendLink, ExchangeLink
 from weft.comm.transports.link import Link, StagedLink
 from weft.comm.transports.shared_memory import SharedLink
@@ -38,6 +38,7 @@ from weft.comm.transports.two_level import (
     measured_routes,
     share_memory,
 )
+from weft.devices import access
 from weft.errors import CommError
 
 #: Largest axis for which the ranks check if they are on one host.
@@ -100,7 +101,7 @@ def sends_short_summands(axis: Axis, device: torch.device) -> bool:
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
     """Choose the axis's transport, or use the given one, instead of an earlier choice. All ranks of the axis call this.
 
-    device: device type of the tensors, "cpu" or "cuda". transport: name of the transport to use, or None for the best
+    device: device type of the tensors, such as "cpu". transport: name of the transport to use, or None for the best
     one. Raises CommError if the ranks cannot connect, or cannot use the given transport. Raises ConfigError if the file
     of link measurements is missing or invalid.
     """
@@ -134,9 +135,12 @@ class _Rendezvous:
 
 
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
-    backend = backend_of(group, torch.device(device))
     asked = f"{transport} was requested" if transport else ""
+    backend = backend_for(group, torch.device(device))
     is_gloo = backend.name() == "gloo"
+    if access.kind_of(torch.device(device)).through_host and not transport:
+        # The link of CPU tensors, because other ranks of the axis may be CPUs.
+        return StagedLink(link_of(axis, torch.device("cpu")), f"{device} has no backend of its own")
     if transport == StagedLink.transport or (device != "cpu" and is_gloo and not transport):
         return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo cannot access the memory of {device}")
     foreign = device != "cpu" or not is_gloo
@@ -148,6 +152,12 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
     if transport is None and axis.route == "auto" and axis.link_profile:
         return _by_measurement(axis, group, hosts, link)
     return link
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    """Return the group's backend that carries tensors of a device, perhaps through host memory."""
+    through_host = access.kind_of(device).through_host
+    return backend_of(group, torch.device("cpu") if through_host else device)
 
 
 def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from weft import env
+from weft.devices import access
 from weft.errors import PlanError, WeftWarning
 
 #: The lowest compute capability with TF32.
@@ -68,7 +69,7 @@ def multiply_as_planned(precision: str, device: torch.device) -> None:
     """
     if precision == "tf32" and (why := _without_tf32(device)):
         raise PlanError(f"precision=tf32: {why}. Use precision=fp32.")
-    if precision not in ("fp32", "tf32") or device.type != "cuda":
+    if precision not in ("fp32", "tf32") or not access.has_cuda_kernels(device):
         return
     backends: Any = torch.backends  # torch's types know only some of the flags
     products, rounds = backends.cuda.matmul, precision == "tf32"
@@ -87,18 +88,19 @@ def multiply_as_planned(precision: str, device: torch.device) -> None:
 
 def _without_tf32(device: torch.device) -> str:
     """Return the reason why a device does not support TF32, or "" if it does."""
-    if device.type != "cuda":
+    if not access.has_cuda_kernels(device):
         return f"the {device.type} has no TF32, which is a format of NVIDIA's GPUs"
     if torch.version.hip:
         return "this GPU is AMD's, and TF32 is a format of NVIDIA's"
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} has no TF32, which came with Ampere (compute capability 8.0)"
+    if access.capability(device) < _LEAST_CAPABILITY:
+        return f"{access.device_name(device)} has no TF32, which came with Ampere (compute capability 8.0)"
     return ""
 
 
 def library_settings() -> list[str]:
     """Return the library settings of a GPU rank that this process starts, as text lines."""
-    why = _without_tf32(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
+    device = access.find_device("auto", 0)
+    why = _without_tf32(device) if access.is_accelerator(device) else ""
     rounded = f"precision=tf32 is refused: {why}" if why else "in TF32 under precision=tf32"
     enabled = [name for name, is_on in _attention().items() if is_on]
     guesses = "measured for every shape" if torch.backends.cudnn.benchmark else "as kernels.convolutions says"
@@ -121,25 +123,17 @@ def _attention() -> dict[str, bool]:
     }
 
 
-def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Pick the device of this rank. A GPU is prepared by `prepare_gpu` and becomes torch's current device.
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """Return the device of this rank. An accelerator becomes torch's current device, prepared by `prepare_gpu`.
 
-    kind: "auto" (a GPU if available), "cpu" or "cuda". Raises PlanError if the machine has no GPU for kind="cuda", or
-    fewer GPUs than ranks.
+    name: a value of `launch.device`. Raises PlanError as `weft.devices.access.find_device` does.
     """
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        if not torch.cuda.is_available():
-            raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or run `weft doctor`.")
-        if local_rank >= torch.cuda.device_count():
-            raise PlanError(
-                f"launch.device={kind}: this is local rank {local_rank}, and there are {torch.cuda.device_count()} "
-                f"GPUs. Start at most {torch.cuda.device_count()} ranks on this machine."
-            )
-        device = torch.device("cuda", local_rank)
+    device = access.find_device(name, local_rank)
+    if access.has_cuda_kernels(device):
         prepare_gpu()
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    if access.is_accelerator(device):
+        access.select(device)
+    return device
 
 
 # CPU topology as the system reports it: NUMA nodes and their cores, nodes of PCI devices, allowed cores.

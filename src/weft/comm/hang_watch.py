@@ -21,6 +21,7 @@ from weft.comm.mesh import LIMIT_S, Axis, Mesh
 from weft.comm.private_torch import connect_store, default_store, nccl_trace
 from weft.comm.store import StoreKey, store_key
 from weft.comm.transports.shared_memory import host_mark
+from weft.devices import access
 from weft.private_torch import Store
 from weft.units import format_seconds
 
@@ -319,7 +320,7 @@ class Watch(threading.Thread):
         self._where_stacks, self._owns_process = where_stacks, owns_process
         self._tick_s = min(1.0, warn_after_s / 4)
         self._pulses: list[Heartbeat] = [mesh.pulse]
-        self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
+        self._axes: Callable[[], list[Axis]] = mesh.built_axes if access.collectives_overlap(mesh.device) else list
         self._end = threading.Event()
         self._store: Store | None = None
         self._key: StoreKey | None = None

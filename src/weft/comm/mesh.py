@@ -21,6 +21,8 @@ from weft.comm.heartbeat import Heartbeat
 from weft.comm.missing_ranks import connection_error, note_arrival, noticed, wait_for_host
 from weft.comm.rank_positions import ENDS, EXPERT_AXES, Reader, joined, members_of, strides
 from weft.config.plan import AXES, Plan
+from weft.devices import access
+from weft.devices.kinds import obstacle
 from weft.errors import CommError, LaunchError, PlanError, WeftError
 from weft.private_torch import (
     PrefixStore,
@@ -321,7 +323,7 @@ def build_mesh(
             any.
 
     Raises:
-        PlanError: if the number of started ranks differs from the plan's, the device has no TF32 for precision=tf32, or
+        PlanError: if the number of started ranks differs from the plan's, the kind of device cannot run the plan, or
             the route is unknown.
     """
     if route not in ROUTES:
@@ -334,6 +336,9 @@ def build_mesh(
             f"{plan.world_size} ranks, or use '*' for one axis, such as dp_replicate=*."
         )
     multiply_as_planned(plan.precision, torch.device(device))
+    kind = access.kind_of(torch.device(device))
+    if refused := obstacle(kind, plan.precision, graphs=False, compiled=plan.compile):
+        raise PlanError(f"launch.device={kind.name}: {refused}")
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Mesh(plan, rank, torch.device(device), record, route, link_profile)
 
@@ -349,7 +354,7 @@ def join_ranks(
     store: Store | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Join the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
+    """Join the other ranks: start the default process group: gloo, and the device's own backend.
 
     Does nothing for a single rank, unless torchrun started it, or if there is a process group already. Raises CommError
     if ranks of `weft train` cannot connect, or an existing group does not fit. Raises LaunchError if ranks of another
@@ -362,7 +367,7 @@ def join_ranks(
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = access.group_backend(device)
     if dist.is_initialized():
         _check_joined(place, device, backend)
         return
@@ -386,7 +391,7 @@ def join_ranks(
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=timeout,
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if access.has_cuda_kernels(device) else None,
             )
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
         raise _rendezvous_error(place, store, error, timeout_s) from error
@@ -430,7 +435,7 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
             f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but this process was started as rank "
             f"{place.rank} of {place.world_size}. Leave init_process_group out: weft.init calls it."
         )
-    missing = sorted({"cpu", device.type} - default_device_types())
+    missing = sorted(access.grouped_types(device) - default_device_types())
     if missing:
         raise CommError(
             f"torch.distributed is initialised without a backend for {' and '.join(missing)}. Leave init_process_group "
@@ -474,7 +479,7 @@ def leave_unusable_group(device: torch.device) -> None:
 
     `join_ranks` then starts one that has both. All ranks call it.
     """
-    if dist.is_initialized() and {"cpu", device.type} - default_device_types():
+    if dist.is_initialized() and access.grouped_types(device) - default_device_types():
         leave_ranks()
 
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import all_reduce
-from weft.comm.connect import link_of
+from weft.comm.connect import backend_for, link_of
 from weft.comm.mesh import Axis, join_group
 from weft.comm.pending import Pending
-from weft.comm.private_torch import backend_of
 from weft.comm.transports.backend import as_moved
 from weft.comm.transports.link import Operation, StreamWait, failed, waited
 from weft.errors import CommError
@@ -167,7 +166,7 @@ def join_lanes(axis: Axis, device: torch.device, lanes: Iterable[PeerLane]) -> d
     """
     if axis.group is None:
         return {}
-    own_group = backend_of(axis.group, device).name() != "gloo"
+    own_group = backend_for(axis.group, device).name() != "gloo"
     found: dict[PeerLane, Axis] = {}
     for lane in sorted(set(lanes), key=_order):
         ends = tuple(sorted((lane.sender, lane.receiver)))
@@ -275,7 +274,7 @@ def _needs_host(axis: Axis, tensor: torch.Tensor) -> bool:
     """Return True if the group's backend cannot access the tensor's device. gloo sends from host memory only."""
     if tensor.device.type == "cpu":
         return False
-    return backend_of(cast(dist.ProcessGroup, axis.group), tensor.device).name() == "gloo"
+    return backend_for(cast(dist.ProcessGroup, axis.group), tensor.device).name() == "gloo"
 
 
 def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from weft.comm.connect import link_of, links_of
 from weft.comm.mesh import Axis
 from weft.comm.transports.link import Operation, StreamWait, finish, waited
+from weft.devices import access
 
 
 class Pending:
@@ -91,13 +92,13 @@ class LateCopy:
     """
 
     def __init__(self, tensor: torch.Tensor):
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
         self._host = tensor
-        if tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if access.is_accelerator(tensor.device):
+            pins = access.pins_memory(tensor.device)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
+            self._host.copy_(tensor, non_blocking=pins)
+            self._event = access.record_event(tensor.device)
 
     @cached_property
     def values(self) -> list[float]:

@@ -34,9 +34,9 @@ _LOSS_SHARE = 64
 def bucket_bytes(device: str) -> int:
     """Return the bytes of fp32 master weights in a bucket.
 
-    device: "cpu" or "cuda". On CUDA the first bucket of a backward is smaller.
+    device: type of the device, such as "cpu". On accelerators the first bucket of a backward is smaller.
     """
-    return _GPU_BUCKET_BYTES if device == "cuda" else _BUCKET_BYTES
+    return _BUCKET_BYTES if device in ("cpu", "meta") else _GPU_BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)

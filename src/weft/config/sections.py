@@ -178,13 +178,11 @@ class AdapterSection(Section):
 
 # [grpo]: learning from rewards.
 
-CodeName = Annotated[
-    str,
-    _text(
-        r"^([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*$",
-        "a function as path/to/file.py:function or package.module:function",
-    ),
-]
+CodeName = Annotated[str, _text(
+    r"^([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*$",
+    "a function as path/to/file.py:function or package.module:function",
+)]  # fmt: skip
+DeviceName = Annotated[str, _text(r"^[a-z][a-z0-9_]{0,30}$", "auto, cpu, cuda or another kind of device,")]
 CodeNames = Annotated[
     tuple[CodeName, ...], Strict(False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
@@ -266,8 +264,9 @@ class LaunchSection(Section):
     ranks: Literal["all"] | Width = "all"
     """Number of ranks to start on this machine; a '*' in the plan is set to fit it. all: one per GPU, or up to two on a
     CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPUs if there are any, else the CPU."""
+    device: DeviceName = "auto"
+    """A kind of the table of devices, or the name of a device that a package registers with torch. auto: the GPUs, or
+    accelerators with collectives of their own, if there are any, else the CPU."""
     numa: bool = True
     """On GPUs: bind each rank, its threads and its child processes to its share of the cores of its GPU's NUMA node.
     Cores chosen by taskset, SLURM or others stay. `weft doctor` shows the binding."""

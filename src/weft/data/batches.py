@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.devices import access
 from weft.private_torch import version_of, viewed
 
 _ATTRIBUTE, _CHECKS = "_weft_host_values", "_weft_checks"
@@ -168,7 +169,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         if batch.device == device:
             return batch
-        moved = batch.to(device, non_blocking=device.type == "cuda" and batch.is_pinned())
+        moved = batch.to(device, non_blocking=access.pins_memory(device) and batch.is_pinned())
         if type(batch) is torch.Tensor and batch.device.type == "cpu" and not batch.is_floating_point():
             remember_host(moved, batch)
         return moved

@@ -9,23 +9,21 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from weft.devices import access
+
 
 @contextlib.contextmanager
 def preserve_generators(device: torch.device | None = None) -> Iterator[None]:
     """Restore the states of the global generators of torch, numpy and Python at exit.
 
     Args:
-        device: a CUDA device whose generator is restored too. Other devices are ignored.
+        device: a device whose generator is restored too.
     """
-    gpu = device if device is not None and device.type == "cuda" else None
-    here, there = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
     pythons, numpys = random.getstate(), np.random.get_state()
     try:
-        yield
+        with access.forked_generators(device):
+            yield
     finally:
-        torch.set_rng_state(here)
-        if gpu is not None and there is not None:
-            torch.cuda.set_rng_state(there, gpu)
         random.setstate(pythons)
         np.random.set_state(numpys)
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.pretrained import Computed, JoinedTensors
+from weft.devices import access
 from weft.errors import ModelError
 from weft.generation.residency import ModelWeights, Residency, StreamUnit, Weight
 from weft.generation.weight_reader import CHUNK_BYTES, FileEmbedding, WeightReader, reads_rows_only
@@ -95,8 +96,8 @@ class _Prefetcher:
         self._is_closed = False
         self._next, self._last = 0, -1
         self._follower = [(index + 1) % len(units) for index in range(len(units))]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._freed: torch.Event | None = None  # on a GPU: after the last forward whose region was given back
+        self._stream = access.new_stream(device)
+        self._freed: torch.Event | None = None  # with streams: after the last forward whose region was given back
         self._thread = threading.Thread(target=self._run, name="weight-stream", daemon=True)
         self._thread.start()
 
@@ -125,7 +126,7 @@ class _Prefetcher:
                 raise found.error
             found.is_used = True
         if found.copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(found.copied)
+            access.current_stream(self._device).wait_event(found.copied)
         return found.views
 
     def _unused(self, index: int) -> _Load | None:
@@ -134,8 +135,7 @@ class _Prefetcher:
     def give_back(self, index: int) -> None:
         """Free the region of a unit after its forward."""
         with self._changed:
-            if self._stream is not None:
-                self._freed = torch.cuda.current_stream(self._device).record_event()
+            self._freed = access.record_event(self._device)
             self._loads = [load for load in self._loads if not (load.is_used and load.index == index)]
             self._changed.notify_all()
 
@@ -181,7 +181,7 @@ class _Prefetcher:
 
     def _read(self, load: _Load) -> None:
         began, start = time.perf_counter(), load.start
-        with torch.cuda.stream(self._stream), torch.no_grad():  # a stream of None changes nothing
+        with access.on_stream(self._stream), torch.no_grad():
             if self._stream is not None and self._freed is not None:
                 self._stream.wait_event(self._freed)
             for weight in self._units[load.index]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from weft.checkpoint.pretrained import ByteRun, JoinedTensors
 from weft.checkpoint.read import Part
 from weft.checkpoint.safetensors_files import torch_formats
+from weft.devices import access
 
 #: Bytes that are read at a time if they are converted to another dtype or copied to a GPU.
 CHUNK_BYTES = 4 * 2**20
@@ -25,7 +26,7 @@ class WeightReader:
         self._runs: dict[str, list[ByteRun] | None] = {}
         self._checked: set[str] = set()
         #: Host memory of chunks: pinned for a GPU, and two, so that one is read while the other is copied.
-        self._chunks: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._chunks: list[tuple[torch.Tensor, torch.Event | None]] = []
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a weight in the files."""
@@ -53,10 +54,10 @@ class WeightReader:
 
     def _fill_chunk(self, name: str, target: torch.Tensor, start: int, stored: torch.dtype, check: bool) -> None:
         if not self._chunks:
-            on_gpu = self.device.type == "cuda"
-            for _ in range(1 + on_gpu):
-                memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
-                self._chunks.append((memory, torch.cuda.Event() if on_gpu else None))
+            for _ in range(2 if access.has_streams(self.device) else 1):
+                pins = access.pins_memory(self.device)
+                memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pins)
+                self._chunks.append((memory, access.new_event(self.device)))
         self._chunks.append(self._chunks.pop(0))
         memory, copied = self._chunks[0]
         if copied is not None:
@@ -65,7 +66,7 @@ class WeightReader:
         self._read(name, start, _bytes_of(staged), check)
         target.copy_(staged.view(stored), non_blocking=True)
         if copied is not None:
-            copied.record(torch.cuda.current_stream(self.device))
+            copied.record(access.current_stream(self.device))
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         """Return rows (len(indices), *row) of a weight in its stored dtype on the host. The indices are ascending."""

@@ -15,12 +15,12 @@ from weft.comm.gpu_settings import pick_device
 from weft.comm.mesh import Mesh, build_mesh, join_ranks, leave_ranks
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import CP_IN_INFERENCE, check_plan
+from weft.devices import access
 from weft.errors import CommError, ConfigError, PlanError, Problem
 from weft.verify.rank_pool import RankError, RankPool
 
 Result = TypeVar("Result")
 
-DEVICES = ("auto", "cpu", "cuda")
 #: Fields of training. They do not change the result of a forward.
 _OF_TRAINING = ("accumulation", "reduce", "compress", "sync", "recompute", "mlp_tiles", "reshard", "graphs", "compile")
 #: Fields that change the forward, and are not used here: a pass without gradients keeps no activations to shard, and
@@ -35,7 +35,7 @@ def read_plan(text: str) -> Plan:
         PlanError: for a bad plan.
     """
     place = env.rank_env()
-    return Plan.parse(text, place.world_size if place is not None else max(1, torch.cuda.device_count()))
+    return Plan.parse(text, place.world_size if place is not None else max(1, access.count_devices()))
 
 
 def inference_plan(plan: Plan, dtype: str | None = None) -> tuple[Plan, list[str]]:
@@ -75,15 +75,13 @@ def run_on_ranks(function: Callable[..., Result], plan: Plan, *args: Any, device
         function: importable by its module and name.
         plan: a plan without `*`.
         *args: picklable.
-        device: "auto" (a GPU for each rank if there is any), "cpu" or "cuda".
+        device: a value of launch.device. auto: a GPU for each rank if there is any.
 
     Raises:
         PlanError: if the number of started ranks, or of GPUs, does not fit the plan, or the device is unknown.
         ConfigError: with the message of a rank's WeftError.
         CommError: if a rank failed with another error, or died.
     """
-    if device not in DEVICES:
-        raise PlanError(f"device={device}: not one of {', '.join(DEVICES)}. Use auto.")
     place = env.rank_env()
     if place is not None:
         own = pick_device(device, place.local_rank)
@@ -95,16 +93,16 @@ def run_on_ranks(function: Callable[..., Result], plan: Plan, *args: Any, device
         return result if mesh.rank == 0 else None
     if plan.world_size == 1:
         return function(build_mesh(plan, pick_device(device, 0)), *args)
-    gpus = torch.cuda.device_count() if device != "cpu" else 0
-    if (gpus or device == "cuda") and gpus < plan.world_size:
+    gpus = access.count_devices(device)
+    if (gpus or device not in ("auto", "cpu")) and gpus < plan.world_size:
         raise PlanError(
             f"plan={plan}: {plan.world_size} ranks need {plan.world_size} GPUs, and torch sees {gpus} here. Use a plan "
             "for these, or start the ranks on more machines with torchrun or srun."
         )
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    backend = access.group_backend(access.find_device(device, 0))
     with RankPool(plan.world_size, timeout_s=math.inf, backend=backend) as pool:
         try:
-            return pool.run(_on_rank, function, plan.format(), "cuda" if gpus else "cpu", args)[0]
+            return pool.run(_on_rank, function, plan.format(), device if gpus else "cpu", args)[0]
         except RankError as error:
             if error.refusal:
                 raise ConfigError(error.refusal) from error

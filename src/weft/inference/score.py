@@ -20,14 +20,15 @@ from torch import Tensor, nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
+from weft.devices import access
 from weft.errors import ModelError
 from weft.inference.open_model import OpenedModel, open_model
 from weft.models.inspect import layers
 from weft.parallel.tensor.head import LossChunking
 from weft.parallel.tensor.language_head import HeadLogProbs, expect_labels, find_head
 
-#: Tokens of a batch with padding, by device type.
-BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+#: Tokens of a batch with padding, on a CPU and on an accelerator.
+CPU_TOKENS, BATCH_TOKENS = 1024, 16384
 #: Largest logits of a batch in bytes, of a model that changes them after the head, so that they are not chunked.
 _LOGITS_BYTES = 2**29
 #: Largest differences of log-probabilities that rounding explains, by precision.
@@ -121,7 +122,7 @@ class Scorer:
         self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
         self._head_scores = True
         self._prove_causal(min(opened.num_ids, 64))
-        self._most_tokens = batch_tokens or BATCH_TOKENS[self._mesh.device.type]
+        self._most_tokens = batch_tokens or (BATCH_TOKENS if access.is_accelerator(self._mesh.device) else CPU_TOKENS)
         self._most_scored = math.inf if self._head_scores else max(1, _LOGITS_BYTES // (4 * opened.num_ids))
 
     @torch.no_grad()

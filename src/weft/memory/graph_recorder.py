@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from weft.devices import access
 from weft.errors import ModelError
 
 T = TypeVar("T")
@@ -125,7 +126,7 @@ def send_numbers(numbers: Sequence[object] | Tensor, into: Tensor) -> None:
         numbers: nested sequences of the tensor's shape, or a host tensor.
     """
     given = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=into.dtype)
-    if into.device.type == "cuda":
+    if access.pins_memory(into.device):
         # torch does not reuse pinned memory before the copy is complete.
         into.copy_(given.pin_memory(), non_blocking=True)
     else:

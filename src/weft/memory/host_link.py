@@ -6,9 +6,11 @@ copied data.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+from weft.devices import access
 
 
 class Waitable(Protocol):
@@ -92,10 +94,10 @@ class _CudaCopy:
         self._device, self._start, self._end = device, start, end
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._end)
+        access.current_stream(self._device).wait_event(self._end)
 
     def wait_start(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._start)
+        access.current_stream(self._device).wait_event(self._start)
 
     def wait_host(self) -> None:
         self._end.synchronize()
@@ -112,7 +114,7 @@ class CudaLink:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._streams = {way: torch.cuda.Stream(device) for way in ("down", "up")}
+        self._streams: dict[str, Any] = {way: access.new_stream(device) for way in ("down", "up")}
 
     def down(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> Copy:
         return self._copy("down", source, target, source, after)
@@ -125,8 +127,8 @@ class CudaLink:
         self, way: str, source: torch.Tensor, target: torch.Tensor, on_device: torch.Tensor, after: Waitable | None
     ) -> Copy:
         stream = self._streams[way]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(access.current_stream(self._device))
+        with access.on_stream(stream):
             if after is not None:
                 after.wait()  # a collective's wait blocks the current stream, here only the side stream
             start = stream.record_event()

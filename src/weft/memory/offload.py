@@ -19,6 +19,7 @@ import torch
 
 from weft import env
 from weft.config.plan import Plan
+from weft.devices import access
 from weft.errors import CheckpointError, LaunchError
 from weft.memory.host_link import Copy, CudaLink, HostLink, PlainLink, Waitable
 from weft.units import format_bytes, parse_bytes
@@ -175,7 +176,8 @@ class HostCopies:
     """One host buffer of a rank, as large as the largest set of copied tensors. Pinned if the device needs it."""
 
     def __init__(self, device: torch.device):
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = access.new_stream(device)
+        self._pins = access.pins_memory(device)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -198,8 +200,8 @@ class HostCopies:
             _copy(copies, tensors)
         else:
             # In parallel with the device's compute. The host waits only for the copies.
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(access.current_stream(self._stream.device))
+            with access.on_stream(self._stream):
                 _copy(copies, tensors)
             self._stream.synchronize()
         return copies
@@ -213,7 +215,7 @@ class HostCopies:
                 f"checkpoint.background=true: a copy of this rank's part takes {format_bytes(num_bytes)} of host"
                 f" memory, and {format_bytes(free)} are free for it. Use checkpoint.background=false."
             )
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pins)
 
 
 @torch.no_grad()
@@ -252,7 +254,7 @@ def open_host(plan: Plan, device: torch.device, pinned_limit: str = MOST_OF_HOST
     if not plan.offload:
         return None
     limit = host_limit(pinned_limit)
-    if device.type != "cuda":
+    if not access.has_cuda_kernels(device):
         return Host(PlainLink(), HostPool(limit))
     return Host(CudaLink(device), HostPool(limit, _register, _unregister))
 
@@ -269,8 +271,10 @@ def offload_lines(plan: Plan, device: torch.device) -> list[str]:
         for name, text in what.items()
         if plan.offload_share(name)
     ]
-    if lines and device.type != "cuda":
+    if lines and not access.is_accelerator(device):
         lines.append(f"this rank's device is the host itself ({device.type}): copies are made, and no memory is saved")
+    elif lines and not access.has_cuda_kernels(device):
+        lines.append(f"copies do not overlap on {device.type}: host memory is pinned on cuda and rocm only")
     return lines
 
 
@@ -414,4 +418,4 @@ def shard_offload(plan: Plan, device: torch.device, is_chosen: bool = True) -> d
         raise LaunchError(
             f"offload=params: torch {torch.__version__} lacks CPUOffloadPolicy. Install torch 2.11 or later."
         ) from error
-    return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=access.pins_memory(device))}

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.comm.autograd import is_product
 from weft.comm.transports.link import unobserved
+from weft.devices import access
 from weft.errors import ModelError
 from weft.memory.block_state import BlockState
 from weft.memory.private_torch import GROUPED_MM, StoredValue, recompute_marker, written_arguments
@@ -347,7 +348,7 @@ def _rng_settings() -> dict[str, bool]:
 
     The state cannot be read then. The recorder rejects models that use the generator.
     """
-    return {"preserve_rng_state": not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())}
+    return {"preserve_rng_state": not access.is_capturing()}
 
 
 class _Replay:

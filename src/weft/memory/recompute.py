@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Axis
 from weft.config.plan import RECOMPUTES, Plan
+from weft.devices import access
 from weft.errors import ModelError, PlanError, Problem
 from weft.memory.policy import Forward, Policy, cheapest_choice, run_block, spare_buffers, without_graph
 from weft.memory.trace import BlockTrace, PolicyCost, Storages, num_bytes, storages_of, trace_block
@@ -159,9 +160,9 @@ class Recompute:
         """
         if self.is_chosen:
             return
-        devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+        devices = {tensor.device for tensor in model.parameters()}
         buffers = [name for name, tensor in model.named_buffers() if tensor is not None]
-        with torch.random.fork_rng(devices=devices), spare_buffers(model, buffers), torch.enable_grad():
+        with access.forked_generators(*devices), spare_buffers(model, buffers), torch.enable_grad():
             call()
 
     def describe(self) -> str:

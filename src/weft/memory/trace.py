@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from weft.devices import access
 from weft.memory.block_state import spare_attributes
 from weft.memory.policy import (
     Forward,
@@ -125,8 +126,7 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
     ignored = storages_of([args, kwargs, list(block.parameters())])
     buffers = [name for name, tensor in block.named_buffers() if tensor is not None]
     device = next((leaf.device for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)), None)
-    cuda = [device] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
+    with access.forked_generators(device):
         before = dict(block.named_buffers())
         # With gradients, because forward may compute some. Hooks around the block do not get this run's saved tensors.
         with (
@@ -149,12 +149,12 @@ def _leaf(value: Any) -> Any:
 
 
 def _clock(device: torch.device | None) -> Callable[[], float]:
-    """Return a function that reads the time in seconds. On CUDA it synchronizes the device first."""
-    if device is None or device.type != "cuda":
+    """Return a function that reads the time in seconds. On an accelerator it synchronizes the device first."""
+    if device is None or not access.is_accelerator(device):
         return time.perf_counter
 
     def read() -> float:
-        torch.cuda.synchronize(device)
+        access.synchronize(device)
         return time.perf_counter()
 
     return read

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
+from weft.devices import access
 from weft.models.kv_cache import LayerCache
 from weft.models.private_torch import CPU_FLASH, CPU_FLASH_BACKWARD
 
@@ -121,7 +122,7 @@ def document_attention(
         if kind == "cpu":
             return _one_by_one(*given, starts_BM, True)[0]
         half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
-        if kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
+        if access.has_cuda_kernels(q_BHTC.device) and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
             return _by_lengths(*given, starts_BM, q_BHTC.shape[2], is_causal=True)
     if ids_BT is None:
         assert starts_BM is not None  # starts_BM or ids_BT is always set
@@ -152,7 +153,7 @@ def bordered_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, starts_BM
     if kind == "cpu":
         return _one_by_one(*given, starts_BM, False)[0]
     half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
-    if kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
+    if access.has_cuda_kernels(q_BHTC.device) and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
         return _by_lengths(*given, starts_BM, longest, is_causal=False)
     return _by_rows(*given, ids_of(starts_BM, q_BHTC.shape[2]), is_causal=False)
 
@@ -354,7 +355,7 @@ def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
     kernel, which stores all (T, S) scores. If the key-value heads are repeated, torch uses a fused kernel.
 
     Args:
-        device_type: "cpu" or "cuda".
+        device_type: type of the device, such as "cpu".
         dtype: dtype of queries, keys and values.
         has_mask: True if a mask is passed.
     """

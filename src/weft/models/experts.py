@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.decoder_shape import DecoderSpec
+from weft.devices import access
 from weft.private_torch import uncompiled
 
 #: A selection bias is stored in integer millionths, so that small updates are never rounded away and sums are exact.
@@ -252,7 +253,7 @@ def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> st
     """
     if dtype not in _KERNEL_TYPES.get(device.type, ()):
         return "loop"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if access.has_cuda_kernels(device) and access.capability(device) < _LEAST_CAPABILITY:
         return "loop"
     aligned = all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
     return "kernel" if aligned and hasattr(torch.nn.functional, "grouped_mm") else "loop"

@@ -42,23 +42,34 @@ class HostClock:
         return end - start
 
 
-class CudaClock:
-    """Clock of a CUDA device. A mark is an event in its current stream; only reading the seconds waits for it."""
+class StreamClock:
+    """Clock of a device with streams. A mark is an event in its current stream; reading seconds waits for it."""
 
     def __init__(self, device: object):
         import torch
 
-        self._torch = torch
-        self._device = torch.device(str(device))
+        from weft.devices import access
+
+        self._access, self._device = access, torch.device(str(device))
 
     def mark(self) -> Any:
-        event = self._torch.cuda.Event(enable_timing=True)
-        event.record(self._torch.cuda.current_stream(self._device))
-        return event
+        return self._access.record_event(self._device, timed=True)
 
     def seconds_between(self, start: Any, end: Any) -> float:
         end.synchronize()
         return start.elapsed_time(end) / 1000
+
+
+def clock_of(device: object) -> StepClock:
+    """Return the clock of a device: "cpu", "cuda:0" or a torch.device."""
+    if str(device) == "cpu":
+        return HostClock()
+    import torch
+
+    from weft.devices import access
+
+    here = torch.device(str(device))
+    return StreamClock(here) if access.has_streams(here) else HostClock()
 
 
 class Communication(Protocol):
@@ -151,7 +162,7 @@ class Meter:
         self, device: object = "cpu", *, clock: StepClock | None = None, communication: Communication | None = None
     ):
         self._communication = communication
-        self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
+        self._clock = clock or clock_of(device)
         # Bounded, because end_step is not called if a user calls the step without a loop.
         self._spans: deque[tuple[str, Any, Any, Any]] = deque(maxlen=_MAX_SPANS)
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
@@ -194,11 +205,14 @@ class Meter:
 
 
 def memory_bytes(device: object = "cpu") -> tuple[int, int]:
-    """Return (current, peak) bytes of torch's allocator on a CUDA device, or of this process's resident memory."""
-    if str(device).startswith("cuda"):
+    """Return (current, peak) bytes of torch's allocator on an accelerator, or of this process's resident memory."""
+    if str(device) != "cpu":
         import torch
 
-        return torch.cuda.memory_allocated(str(device)), torch.cuda.max_memory_allocated(str(device))
+        from weft.devices import access
+
+        if (found := access.allocated_bytes(torch.device(str(device)))) is not None:
+            return found
     import resource
 
     import psutil

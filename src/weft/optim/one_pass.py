@@ -17,6 +17,8 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from weft.devices import access
+
 #: Elements per tile on a CPU: a few MiB of all data that a step reads and writes.
 TILE = 2**19
 
@@ -110,7 +112,7 @@ def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch
             states are not changed.
         dials: the rule's per-step values, (4,) float64 on the device, for steps recorded in a CUDA graph.
     """
-    if lane.master.device.type == "cuda" and lane.master.dtype == torch.float32:
+    if access.has_cuda_kernels(lane.master.device) and lane.master.dtype == torch.float32:
         _launch(lane, rule, factor, dials)
         return
     skips = factor.isnan().float() if isinstance(factor, torch.Tensor) else None

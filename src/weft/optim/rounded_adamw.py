@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from weft.devices import access
 from weft.optim.one_pass import AdamRule, Lane, step_lane
 from weft.optim.step_decision import DecidedOptimizer, StepDecision
 
@@ -147,7 +148,7 @@ class RoundedAdamW(DecidedOptimizer):
         beta1, beta2 = group["betas"]
         rule = AdamRule(count, group["lr"], beta1, beta2, group["eps"], group["weight_decay"], decoupled=True)
         key = _key_of(self.seed, count, place.name)
-        size = _GPU_TILE if param.device.type == "cuda" else _TILE
+        size = _GPU_TILE if access.is_accelerator(param.device) else _TILE
         lane = Lane(param, grad, (state["exp_avg"], state["exp_avg_sq"]))
         factor: float | Tensor = 1.0
         if self.decision is not None:

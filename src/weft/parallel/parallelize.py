@@ -12,6 +12,7 @@ from torch import nn
 from weft.comm.mesh import Mesh
 from weft.config.layout import Layout
 from weft.config.plan import Plan
+from weft.devices import access
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
 from weft.memory.activation_offload import offload_activations
 from weft.memory.offload import MOST_OF_HOST, Host, offload_lines, open_host
@@ -168,7 +169,7 @@ def _offload(run: Application) -> None:
         return
     if share := plan.offload_share("activations"):
         offload_activations(list(repeated_blocks(run.model).items()) or [("", run.model)], share, run.host)
-    if mesh.rank == 0 and mesh.device.type != "cuda":
+    if mesh.rank == 0 and not access.has_cuda_kernels(mesh.device):
         message = f"offload={'+'.join(plan.offload)}: {offload_lines(plan, mesh.device)[-1]}"
         warnings.warn(message, WeftWarning, stacklevel=4)
 
@@ -180,7 +181,8 @@ PREPARE = (
     Technique(lambda run: track_row_lengths(run.model, run.plan.cp)),
     # Compiled blocks and CUDA kernels need boundaries of items that do not depend on data.
     Technique(
-        lambda run: attend_by_borders(run.model), when=lambda run: run.plan.compile or run.mesh.device.type == "cuda"
+        lambda run: attend_by_borders(run.model),
+        when=lambda run: run.plan.compile or access.is_accelerator(run.mesh.device),
     ),
     # Context parallelism replaces attention, and separates documents there.
     Technique(lambda run: separate_by_position_ids(run.model), when=lambda run: run.has_full_sequences),

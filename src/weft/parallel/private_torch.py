@@ -19,6 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from weft.devices import access
+
 #: Attention kernels that return the log-sum-exp, with which partial results over keys are combined.
 #: F.scaled_dot_product_attention does not return it.
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -240,7 +242,7 @@ def _groups(module: FSDPModule) -> Sequence[Any]:
 
 def multiplies_float8(x: torch.Tensor) -> bool:
     """Return True if float8 matmuls with a scale per row can compute x: bf16 on Ada, Hopper or newer GPUs."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return x.dtype == torch.bfloat16 and access.capability(x.device) >= (8, 9)
 
 
 def scaled_product(

@@ -56,13 +56,13 @@ class Estimates:
 
     @property
     def allocated_bytes(self) -> Array:
-        """Peak bytes in tensors (torch.cuda.max_memory_allocated)."""
+        """Peak bytes in tensors (torch's max_memory_allocated)."""
         outside = ("communicators", "context", "reserve")
         return _added(self.memory[name] for name in CLASSES if name not in outside)
 
     @property
     def reserved_bytes(self) -> Array:
-        """Peak bytes of the allocator (torch.cuda.max_memory_reserved)."""
+        """Peak bytes of the allocator (torch's max_memory_reserved)."""
         return self.allocated_bytes + self.memory["reserve"]
 
     @property

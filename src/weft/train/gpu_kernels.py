@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restor
 
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
+from weft.devices import access
 from weft.env import default_for_libraries
 from weft.errors import ConfigError
 from weft.private_torch import tree_leaves
@@ -97,7 +98,7 @@ class GpuKernels:
         Sets `torch.backends.cudnn.benchmark` to False; `before` sets it to True for single steps. With
         kernels.convolutions=auto, a value of True that the user has set is kept for all steps.
         """
-        if self._device.type != "cuda":
+        if not access.has_cuda_kernels(self._device):
             return
         cudnn = torch.backends.cudnn
         has_any = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
@@ -147,7 +148,7 @@ class GpuKernels:
 
 
 def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
-    if device.type != "cuda":
+    if not access.has_cuda_kernels(device):
         raise _refused(name, f"it is a kernel of GPUs, and this run computes on the {device.type}")
     if name != "efficient" and plan.precision not in ("bf16", "fp16", "fp8"):
         why = f"it multiplies in bf16 or fp16, and the plan has precision={plan.precision}"
@@ -158,8 +159,8 @@ def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
         if name in ("flash", "efficient"):
             return
         raise _refused(name, "it is a kernel of NVIDIA's GPUs, and this one is AMD's")
-    major, minor = torch.cuda.get_device_capability(device)
-    here = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+    major, minor = access.capability(device)
+    here = f"{access.device_name(device)} has compute capability {major}.{minor}"
     if name in _PACKAGES:
         title, _, majors = _PACKAGES[name]
         if major not in majors:
@@ -169,7 +170,7 @@ def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
 
 
 def _check_measured(plan: Plan, device: torch.device) -> None:
-    if device.type != "cuda":
+    if not access.has_cuda_kernels(device):
         raise ConfigError(
             f"kernels.convolutions=measured: cuDNN runs on GPUs, and this run computes on the {device.type}. "
             "Use kernels.convolutions=auto."

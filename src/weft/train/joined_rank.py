@@ -15,6 +15,7 @@ from weft.comm.hang_watch import Watch, hang_event
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh, join_ranks, leave_ranks
 from weft.comm.store import StoreChannel, share_store_key
+from weft.devices import access
 from weft.env import RankEnv
 from weft.train.engine import EngineJob
 from weft.train.state_io import rank_group
@@ -80,7 +81,7 @@ def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device
         place: rank environment of this process; None for a single process.
     """
     device = pick_device(kind, place.local_rank if place is not None else 0)
-    if device.type == "cuda" and numa:
+    if access.has_cuda_kernels(device) and numa:
         print(f"rank {place.rank if place is not None else 0}: {stay_near_gpu(place).text}", file=sys.stderr)
     return device
 
@@ -97,10 +98,10 @@ def stay_near_gpu(place: RankEnv | None) -> CoreChoice:
     if sys.platform != "linux":
         return CoreChoice(None, f"not bound to cores: {sys.platform} offers no way")
     local_rank, count = (place.local_rank, place.local_world_size) if place is not None else (0, 1)
-    found = [torch.cuda.get_device_properties(index) for index in range(min(count, torch.cuda.device_count()))]
-    gpus = [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
     apart = place is not None and place.starter == "slurm"
-    choice = choose_cores(Topology(), frozenset(os.sched_getaffinity(0)), gpus, local_rank, apart=apart)
+    choice = choose_cores(
+        Topology(), frozenset(os.sched_getaffinity(0)), access.pci_ids(count), local_rank, apart=apart
+    )
     if choice.cores is None:
         return choice
     try:

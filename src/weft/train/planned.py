@@ -63,8 +63,7 @@ def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[R
     begun = _begun(Path(config.run.dir) / config.run.name, config.plan, world_size)
     if begun is not None:
         return config.model_copy(update={"plan": begun}), None
-    on_cpu = config.launch.device == "cpu"
-    machines = this_cluster(world_size, local_size, "cpu" if on_cpu else "auto")
+    machines = this_cluster(world_size, local_size, config.launch.device)
     profile = _profile(machines) if world_size == local_size else None
     if profile is not None:
         machines = here.cluster_of(profile, f"{world_size}xhere")
@@ -156,25 +155,26 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
     Args:
         world_size: ranks of the run.
         local_size: ranks on each machine.
-        device: "cpu", or "auto" to use GPUs if there are any.
+        device: a value of launch.device.
 
     Raises:
         PlanError: if a GPU is not in the device table, or the ranks do not fill whole machines.
     """
-    import torch
+    from weft.devices import access
 
     if world_size % local_size:
         rule = f"{world_size} ranks do not fill machines of {local_size} ranks each"
         raise PlanError([Problem("plan", f"plan=auto: {rule}. Write the plan itself.")])
-    if device == "cpu" or not torch.cuda.is_available():
+    here = access.find_device(device, 0)
+    if not access.is_accelerator(here):
         spec = this_cpu(local_size)
     else:
-        name = torch.cuda.get_device_name()
+        name = access.device_name(here)
         found = device_by_torch_name(name)
         if found is None:
             remedy = "Describe it in a file for `weft plan`, or write the plan itself"
             raise PlanError([Problem("plan", f"plan=auto: the planner has no data of the device {name!r}. {remedy}.")])
-        spec = replace(found, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
+        spec = replace(found, memory_bytes=access.total_bytes(here))
     return ClusterSpec(nodes=world_size // local_size, devices_per_node=local_size, device=spec)
 
 
@@ -333,15 +333,17 @@ def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | Non
         profile = here.local_profile(path)
         if profile.machine.kind == kind:
             return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
-    if kind != "cuda":
+    if kind == "cpu":
         return None, None, _TOLD
     import torch  # imported here, because other engines may run on CPUs without torch
 
-    name = torch.cuda.get_device_name(device)
+    from weft.devices import access
+
+    name = access.device_name(torch.device(device))
     known = device_by_torch_name(name)
     if known is None:
         return None, None, f"{_TOLD}: {name!r} is not in the device table"
-    local = min(size, torch.cuda.device_count())
+    local = min(size, access.count_devices())
     if size % local:
         return None, None, f"no estimate: {size} ranks do not fill complete machines of {local}"
     return ClusterSpec(nodes=size // local, devices_per_node=local, device=known), None, f"tables of {known.name}"
@@ -358,7 +360,7 @@ def _lines(measured: Mapping[str, Any], expected: Mapping[str, Any], device: str
         both = theirs.get(name, 0.0), measured["parts"].get(name, 0.0)
         if max(both) >= _WORTH_TELLING * step:
             lines.append(f"        {name}: {format_seconds(both[0])} planned, {format_seconds(both[1])} measured")
-    what = "allocated" if device == "cuda" else "used by the process, libraries included"
+    what = "used by the process, libraries included" if device == "cpu" else "allocated"
     lines.append(
         f"        memory: {format_bytes(int(expected['memory_bytes']))} of tensors planned, "
         f"{format_bytes(measured['memory_bytes'])} {what}"

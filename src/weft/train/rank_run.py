@@ -396,7 +396,7 @@ def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit 
     if not limit:
         return None
     # With late results, the host reads each step one step later. This adds up to two steps.
-    more = 2 if engine.device.startswith("cuda") else 0
+    more = 0 if engine.device == "cpu" else 2
     return TimeLimit(limit, began + parse_seconds(limit), num_bytes, steps_to_stop=2 + more)
 
 

@@ -12,6 +12,7 @@ from weft.checkpoint.load import list_checkpoints
 from weft.comm.mesh import Mesh
 from weft.config.layout import Layout
 from weft.data.batches import move_batch
+from weft.devices import access
 from weft.memory.recompute import recompute_of
 from weft.models.adapters import adapted
 from weft.monitor.step_times import Meter
@@ -88,7 +89,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
         meter=meter,
         check_batch=config.train.check_batch,
         # On a CPU, copies take compute time, so overlapping gains nothing.
-        weights_follow=mesh.device.type == "cuda",
+        weights_follow=access.collectives_overlap(mesh.device),
     )
     data_parallel(model).coders.exact_steps = config.train.compress_after
     if (sync := rare_sync(model)) is not None:
@@ -111,7 +112,7 @@ def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]
         mesh.plan.microbatches_per_step,
         axis.rank,
         axis.size,
-        pin=mesh.device.type == "cuda",
+        pin=access.pins_memory(mesh.device),
     )
     passes = share.microbatches * (axis.size // mesh.data.size)
     own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)

@@ -9,6 +9,7 @@ import torch
 from weft.comm.store import StoreReports
 from weft.config.cluster import device_by_torch_name
 from weft.config.metrics import series
+from weft.devices import access
 from weft.memory.offload import offload_lines
 from weft.memory.recompute import recompute_of
 from weft.models.adapters import adapted
@@ -59,9 +60,9 @@ class TorchReports:
         return expected_bytes(shapes, config.optimizer, Precision.of(self._mesh.plan).master)
 
     def peak_flops(self) -> float | None:
-        if self._mesh.device.type != "cuda":
+        if not access.is_accelerator(self._mesh.device):
             return None
-        device = device_by_torch_name(torch.cuda.get_device_name(self._mesh.device))
+        device = device_by_torch_name(access.device_name(self._mesh.device))
         return device.peak_flops(self._mesh.plan.precision) if device else None
 
     def times(self, book: TimeBook, start_step: int) -> Sequence[str]:
@@ -82,5 +83,5 @@ class TorchReports:
             board=StoreReports(rank, number) if number > 1 else LocalReports(),
             traffic=lambda: {series("sent_bytes", axis): total for axis, total in ledger.sent().items()},
             memory=memory,
-            gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+            gpu=access.uuid_of(device),
         )

@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
+from weft.devices import access
 from weft.errors import ModelError
 from weft.models.adapters import adapted, merged_tensors
 from weft.models.decoder import Decoder, as_shapes
@@ -89,9 +90,8 @@ def _bytes(plain: nn.Module, mesh: Mesh) -> int:
 
 def _shortest(plain: nn.Module, mesh: Mesh) -> int | None:
     """Return the free bytes of the rank with the least if they are too few for a copy, else None. Collective."""
-    if mesh.device.type == "cuda":
-        free, sharing = torch.cuda.mem_get_info(mesh.device)[0], 1
-    else:
+    free, sharing = access.free_bytes(mesh.device), 1
+    if free is None:
         import psutil
 
         free, sharing = psutil.virtual_memory().available, mesh.world_size

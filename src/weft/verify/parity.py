@@ -221,7 +221,9 @@ def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
     return train_case(plan_text, case)
 
 
-def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch | None = None) -> ParityResult:
+def train_case(
+    plan_text: str, case: Case, see: See | None = None, watch: Watch | None = None, device: str = "cpu"
+) -> ParityResult:
     """Train `case` under a plan on the connected ranks (or on one process) and return this rank's results.
 
     Args:
@@ -229,11 +231,12 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
         case: model, data and optimizer.
         see: called with each full gradient and weight at the end; they are then not in the result.
         watch: returns a context manager that is active in the first step.
+        device: where this rank trains.
     """
     plan = Plan.parse(plan_text)
     ledger = Ledger()
-    mesh = build_mesh(plan, record=ledger.record)
-    model = case.model()
+    mesh = build_mesh(plan, device, ledger.record)
+    model = case.model().to(mesh.device)
     with several_buckets(model):
         names = ("layout", "norm_group", "bf16_layers", "fp8_recipe")
         asked = {name: getattr(case, name) for name in names if hasattr(case, name)}

@@ -21,14 +21,12 @@ from weft.cli.launch.start import Started, Starter
 from weft.cli.launch.switchboard import switchboard
 from weft.config.plan import Plan
 from weft.config.plan_text import is_auto
+from weft.devices.kinds import driver_files, noun
 from weft.errors import LaunchError, WeftError
 from weft.train.loop.signals import heeded_signals
 
 if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
-
-#: Device files of GPU drivers: NVIDIA, NVIDIA Jetson boards, Windows Subsystem for Linux, and AMD.
-_DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 
 
 def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: bool = False) -> int:
@@ -36,7 +34,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: boo
 
     Args:
         config: a config with plan, launch.device and launch.ranks.
-        gpus: number of visible GPUs.
+        gpus: number of accelerators that launch.device selects.
         cores: number of usable cores.
         of_one_replica: whether this machine starts only one replica of the plan.
 
@@ -45,9 +43,9 @@ def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: boo
         PlanError: if a '*' does not divide evenly.
     """
     device, wanted = config.launch.device, config.launch.ranks
-    if device == "cuda" and gpus == 0:
+    if device not in ("auto", "cpu") and gpus == 0 and config.launch.engine == "torch":
         raise LaunchError(
-            "launch.device=cuda: torch sees no GPU on this machine. "
+            f"launch.device={device}: torch sees no {noun(device)} on this machine. "
             "Use launch.device=cpu, or run `weft doctor` to see why."
         )
     on_gpus = device != "cpu" and gpus > 0
@@ -66,7 +64,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: boo
     if on_gpus and num_ranks > gpus:
         cause = f"plan={config.plan}" if wanted == "all" else f"launch.ranks={wanted}"
         raise LaunchError(
-            f"{cause}: {num_ranks} ranks need {num_ranks} GPUs, and torch sees {gpus} here. "
+            f"{cause}: {num_ranks} ranks need {num_ranks} {noun(device)}s, and torch sees {gpus} here. "
             f"Use a plan for {gpus}, launch.device=cpu, or start the ranks on more machines with torchrun or srun."
         )
     return num_ranks
@@ -86,16 +84,18 @@ def threads_variables(num_ranks: int, cores: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
 
 
-def visible_gpus() -> int:
-    """Return the number of GPUs that torch may use (CUDA_VISIBLE_DEVICES), without initializing CUDA in this process.
+def visible_devices(name: str) -> int:
+    """Return the number of accelerators that a launch.device selects, without initializing them in this process.
 
-    If the system has no GPU device file, return 0 without importing torch.
+    Variables such as CUDA_VISIBLE_DEVICES limit them. If the system has no file of such a device, return 0 without
+    importing torch. Raises PlanError if the kind is unknown or not installed.
     """
-    if sys.platform == "linux" and not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
+    files = driver_files(name) if sys.platform == "linux" else None
+    if name == "cpu" or (files is not None and not any(glob.glob(pattern) for pattern in files)):
         return 0
-    import torch
+    from weft.devices.access import count_devices
 
-    return torch.cuda.device_count()
+    return count_devices(name)
 
 
 def usable_cores() -> int:

@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from weft.comm.private_torch import num_modes
 from weft.comm.transports.scattered_tensor import Parts
+from weft.devices import access
 from weft.errors import CommError
 from weft.private_torch import without_modes
 
@@ -23,9 +25,10 @@ class StreamWait:
     The host continues without waiting, so its clock cannot measure this.
     """
 
-    def __init__(self) -> None:
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._start.record()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start: Any = access.record_event(device, timed=True)
+        self._end: Any = None
 
     @classmethod
     def begin(cls, device: torch.device) -> StreamWait | None:
@@ -34,19 +37,14 @@ class StreamWait:
         Returns None if the host waits, or if the current stream is not the compute stream: a wait on another stream
         does not delay computation.
         """
-        if device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
-            return None
-        return cls()
+        return cls(device) if access.on_default_stream(device) else None
 
-    def end(self, arrived: torch.cuda.Event | None = None) -> StreamWait:
+    def end(self, arrived: torch.Event | None = None) -> StreamWait:
         """End the timed wait.
 
         arrived: event of the awaited result on another stream, perhaps before the wait; None to record an event now.
         """
-        if arrived is None:
-            self._end.record()
-        else:
-            self._end = arrived
+        self._end = access.record_event(self._device, timed=True) if arrived is None else arrived
         return self
 
     def seconds(self) -> float:
@@ -59,12 +57,12 @@ class StreamWait:
 def waited(wait: StreamWait | None, device: torch.device, host_s: float) -> float | StreamWait:
     """End a wait and return its time (s) for the ledger: `wait`, which is read later, or a number.
 
-    wait: result of `StreamWait.begin`. If it is None, the time is 0 on a GPU, and else `host_s`, the seconds by the
-    host's clock.
+    wait: result of `StreamWait.begin`. If it is None, the time is 0 on a device with streams, and else `host_s`, the
+    seconds by the host's clock.
     """
     if wait is not None:
         return wait.end()
-    return 0.0 if device.type == "cuda" else host_s
+    return 0.0 if access.has_streams(device) else host_s
 
 
 # Interface of all transports: a link joins the ranks of one axis and runs operations in the order of their start.

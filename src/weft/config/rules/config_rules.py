@@ -22,11 +22,21 @@ from weft.config.rules.rule import Facts
 from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
 from weft.config.sections import TRAINS, AdapterSection
+from weft.devices.kinds import KINDS, obstacle
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 
 # Rules for configs whose replicas are separate process groups (`launch.replicas_apart`).
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+def _device_obstacle(config: RunConfig) -> str:
+    """Return the reason why the kind of device in launch.device cannot run the plan, or ""."""
+    kind, found = KINDS.get(config.launch.device), plan_of(config)
+    if kind is None or found is None or config.launch.engine != "torch":
+        return ""
+    plan = found[0]
+    return obstacle(kind, plan.precision, graphs=plan.graphs, compiled=plan.compile)
 
 
 APART_RULES: tuple[ConfigRule, ...] = (
@@ -409,13 +419,11 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     *APART_RULES,
     *JAX_RULES,
     ConfigRule(
-        name="graphs-need-cuda",
+        name="device-runs-plan",
         keys=("launch.device", "plan"),
-        reason="Only NVIDIA GPUs record graphs.",
-        predicate=lambda config: (
-            config.launch.device == "cpu" and (found := plan_of(config)) is not None and found[0].graphs
-        ),
-        message="cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
+        reason="Kinds of devices differ in precisions, and in what torch compiles and records for them.",
+        predicate=lambda config: bool(_device_obstacle(config)),
+        message=lambda config: f"{config.launch.device}: {_device_obstacle(config)}",
     ),
 )
 

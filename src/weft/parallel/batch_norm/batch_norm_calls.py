@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from weft.devices import access
 from weft.errors import ModelError
 from weft.models.inspect.blocks import class_before
 from weft.private_torch import tree_leaves, version_of
@@ -94,11 +95,10 @@ def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwa
     versions = [version_of(one) for one in running]
     # Larger, shifted samples, whose statistics are far from those in x.
     longer = torch.cat([x, 2 * x + 1])
-    devices = [x.device] if x.device.type == "cuda" else []
     try:
         found = []
         for one in (x, longer):
-            with torch.random.fork_rng(devices), _WithoutStatistics():
+            with access.forked_generators(x.device), _WithoutStatistics():
                 torch.manual_seed(0)
                 found.append(forward(one, *args[1:], **kwargs))
         moved = versions != [version_of(one) for one in running]

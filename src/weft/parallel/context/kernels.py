@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from weft.devices import access
 from weft.parallel.private_torch import CPU_FLASH, CPU_FLASH_BACKWARD, CUDA_FLASH, CUDA_FLASH_BACKWARD
 from weft.parallel.random.streams import keeps, lines_of
 
@@ -276,7 +277,7 @@ def _kind(q_BHTC: Tensor, scoring: Scoring, noise: Noise | None) -> str:
     if q_BHTC.device.type == "cpu":
         return "cpu"
     half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
-    if q_BHTC.device.type == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
+    if access.has_cuda_kernels(q_BHTC.device) and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
         return "flash"
     return "plain"
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from weft.config.hugging_face_config import number, resize
 from weft.data.batches import host_values
+from weft.devices import access
 from weft.errors import ModelError
 from weft.models.attention import document_attention, find_starts, ids_of
 from weft.models.inspect import hugging_face, token_flow
@@ -489,4 +490,4 @@ def _document_ids(given: dict[str, Any]) -> Tensor | None:
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return (tensor.pin_memory() if access.pins_memory(device) else tensor).to(device, non_blocking=True)

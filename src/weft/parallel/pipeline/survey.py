@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from weft.data.batches import host_values, map_tensors, parts_of, tensors_in
+from weft.devices import access
 from weft.errors import ModelError, WeftError
 from weft.models.inspect import blocks
 from weft.models.inspect.chain import Chain
@@ -138,14 +139,13 @@ class ValueSurvey:
                 if buffer.device != device:
                     setattr(module, name, buffer.to(device))
         self._calls.clear()
-        cuda = [device] if device.type == "cuda" else []
         drawn = random.getstate()
         handle = self._model.register_forward_pre_hook(self._without_towers, with_kwargs=True)
         try:
-            with torch.random.fork_rng(devices=cuda), torch.no_grad(), drawing_by(_AnyPositions()):
-                state = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
+            with access.forked_generators(device), torch.no_grad(), drawing_by(_AnyPositions()):
+                state = access.rng_states(device)
                 output = self._forward(forward, batch)
-                after = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
+                after = access.rng_states(device)
         finally:
             handle.remove()
             was_drawn = random.getstate() != drawn

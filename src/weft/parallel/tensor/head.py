@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Axis
 from weft.config.partitioning import LossChunk
+from weft.devices import access
 from weft.parallel.tensor.linear import SharedLayer
 
 
@@ -143,11 +144,11 @@ class LossChunking:
     def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossChunking:
         """Return the chunking for heads on `device`.
 
-        On a GPU this is a collective over the axis, and the smallest device determines the size.
+        On an accelerator this is a collective over the axis, and the smallest device determines the size.
         """
-        if device.type != "cuda":
+        if access.mixes_with_cpus(device):
             return cls(LossChunk(), compiled)
-        chunk = LossChunk.of_device(torch.cuda.get_device_properties(device).total_memory)
+        chunk = LossChunk.of_device(access.total_bytes(device))
         if axis.size > 1:
             smallest = all_reduce(torch.tensor(chunk.num_bytes, device=device), axis, op="min")
             chunk = LossChunk(int(smallest))
@@ -221,7 +222,7 @@ def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
     In chat data most tokens have no label. The result is always None on a GPU, because the host would wait for it.
     All tp ranks have the same labels, so they make the same choice.
     """
-    if labels_N.device.type != "cpu":
+    if not access.mixes_with_cpus(labels_N.device):
         return None
     [kept_N] = (labels_N != ignore).nonzero(as_tuple=True)
     return kept_N if kept_N.numel() <= 0.9 * labels_N.numel() else None
@@ -369,7 +370,7 @@ def put_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     """Compute total = left @ right in place. If `total` is wider, a GPU accumulates in its dtype without rounding."""
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total)
-    elif total.device.type == "cuda":
+    elif access.has_cuda_kernels(total.device):
         torch.mm(left, right, out_dtype=total.dtype, out=total)
     else:
         total.copy_(left @ right)
@@ -379,7 +380,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     """Compute total += left @ right in place. If `total` is wider, a GPU accumulates in its dtype without rounding."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.device.type == "cuda":
+    elif access.has_cuda_kernels(total.device):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

@@ -13,6 +13,7 @@ from torch import nn
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
 from weft.config import partitioning as shares
+from weft.devices import access
 from weft.errors import ModelError, PlanError, Problem
 from weft.memory.offload import Host
 from weft.optim.step_decision import StepDecision, clip_factor, global_norm
@@ -63,7 +64,8 @@ class FlatModel(ZeroEngine):
     ):
         super().__init__(mesh, placements, sharded=mesh.plan.zero > 0)
         materialise = self._materialise(model, seed, filled_later)
-        size = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
+        kind = "cpu" if access.mixes_with_cpus(mesh.device) else mesh.device.type
+        size = bucket_bytes or self.usual_bucket_bytes(kind)
         self._parameters = FlatParameters(model, self.axes, self.precision, materialise, host, size)
         self.updates_on_host = bool(self._parameters.on_host)
         slots = self._parameters.slots

@@ -20,6 +20,7 @@ from weft.comm.wire.coder import Coder, Coders
 from weft.comm.wire.codes import RowCodes, RowSlice
 from weft.config.plan import Plan
 from weft.config.wire_formats import WireSpec, wire_spec
+from weft.devices import access
 from weft.errors import CommError
 from weft.parallel.private_torch import GatherBase, ReduceBase, gathered_parts, wrap_waits
 from weft.parallel.zero_sharded.hooks import Act, Order
@@ -47,7 +48,7 @@ class UnitGather(GatherBase):
         self._unit, self._axis, self._order, self._wire, self._parts = unit, axis, order, wire, parts
         self._near = near
         self._codes: dict[tuple[int, torch.dtype], RowCodes] = {}
-        self._there: tuple[torch.cuda.Event, torch.device] | None = None
+        self._there: tuple[torch.Event, torch.device] | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -55,7 +56,7 @@ class UnitGather(GatherBase):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Gather into `output_tensor`. It is complete when this returns (on CUDA: in the current stream's order).
+        """Gather into `output_tensor`. It is complete when this returns (with streams: in the current stream's order).
 
         Raises CommError if ranks start different operations.
         """
@@ -73,9 +74,8 @@ class UnitGather(GatherBase):
                 codec.decode(everyones.view(self._axis.size, -1), output_tensor.view(self._axis.size, -1))
         except CommError as error:
             raise self._order.explain(error) from error
-        if output_tensor.is_cuda:
-            self._there = torch.cuda.Event(enable_timing=True), output_tensor.device
-            self._there[0].record()
+        if (there := access.record_event(output_tensor.device, timed=True)) is not None:
+            self._there = there, output_tensor.device
 
     def _codec(self, flat: torch.Tensor, wire: WireSpec) -> RowCodes:
         key = flat.numel(), flat.dtype
@@ -190,7 +190,7 @@ def connect_unit(
     # Divide by 1 to get sums, because fully_shard computes means by default.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    if device.type == "cuda":
+    if access.has_streams(device):
         wrap_waits(module, gather.wait_all, functools.partial(_until_summed, axis, device))
 
 

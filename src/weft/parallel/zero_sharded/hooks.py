@@ -26,6 +26,7 @@ from weft.comm.collectives import all_gather, start_all_reduce
 from weft.comm.mesh import Axis
 from weft.comm.pending import Pending
 from weft.comm.wire.coder import Coder
+from weft.devices import access
 from weft.errors import CommError, ModelError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.optim.step_decision import StepDecision
@@ -191,13 +192,13 @@ class FirstGathers:
         # Gathers of blocks overlap with earlier computation in any case.
         self._blocks = {*repeated_blocks(modules[-1]).values()} if isinstance(modules[-1], nn.Module) else set()
         self._order, self._device = order, device
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
         self._early: list[tuple[FSDPModule, UnshardHandle]] = []
 
     def switch_on(self) -> None:
-        """Enable early gathers, on CUDA only. Call it only if weights may be gathered between steps."""
-        if self._device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(priority=-1)
+        """Enable early gathers, if collectives overlap. Call it only if weights may be gathered between steps."""
+        if self._stream is None and access.collectives_overlap(self._device):
+            self._stream = access.new_stream(self._device, priority=-1)
 
     def step(self, optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
         """Step the optimizer, and start the first gathers of the next forward.
@@ -223,11 +224,11 @@ class FirstGathers:
             handle.wait()  # no-op if an evaluation has already waited
             module.reshard()
 
-    def _gather(self, units: Sequence[int], stream: torch.cuda.Stream | None) -> None:
+    def _gather(self, units: Sequence[int], stream: torch.Stream | None) -> None:
         assert stream is not None
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(access.current_stream(self._device))
         # With async_op=True, fully_shard gathers on the current stream.
-        with torch.cuda.stream(stream):
+        with access.on_stream(stream):
             for module in (self._modules[number] for number in units):
                 if (handle := module.unshard(async_op=True)) is not None:
                     self._early.append((module, handle))
@@ -266,10 +267,10 @@ class ReplicaSum:
             return
         if self._kept is not None:
             sums += self._kept
-            if sums.is_cuda:
+            if access.has_streams(sums.device):
                 # Allocated on the stream of reduce_scatter, whose next result must not reuse this memory before the
                 # addition.
-                self._kept.record_stream(torch.cuda.current_stream(sums.device))
+                self._kept.record_stream(access.current_stream(sums.device))
             for param in self._params:
                 param.grad = None
             self._kept = None

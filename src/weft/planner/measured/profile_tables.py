@@ -247,8 +247,8 @@ def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
     """
     match = _HERE.fullmatch(text.strip().lower())
     machine = profile.machine
-    wanted = int(match[1]) if match and match[1] else machine.count if machine.kind == "cuda" else machine.cores
-    if machine.kind == "cuda":
+    wanted = int(match[1]) if match and match[1] else machine.cores if machine.kind == "cpu" else machine.count
+    if machine.kind != "cpu":
         if not 1 <= wanted <= machine.count:
             rule = f"this machine has {machine.count} GPUs"
             raise ConfigError([Problem("cluster", f"cluster={text}: {rule}. Use e.g. {machine.count}xhere.")])

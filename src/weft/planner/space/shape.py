@@ -216,7 +216,7 @@ class Stack:
     half_experts: bool = False
     row_scales: bool = False
     vocab_multiple: int = 1
-    bucket_params: float = bucket_bytes("cuda") // 4
+    bucket_params: float = bucket_bytes("gpu") // 4
     bucket_params_per_rank: float = 0.0
 
     @property

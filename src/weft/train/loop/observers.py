@@ -387,7 +387,7 @@ class PlanWatch(Hook):
         expected, _ = expect(task, plan, device)
         if expected is None:
             return None
-        return cls(expected, device.startswith("cuda"), book, recorder.on_metrics, recorder.on_note)
+        return cls(expected, device != "cpu", book, recorder.on_metrics, recorder.on_note)
 
     def on_step(self, record: StepRecord) -> str | None:
         """Count the step, and compare with the plan if due."""

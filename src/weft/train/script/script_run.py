@@ -345,7 +345,7 @@ def init(
     Args:
         plan: text such as "dp_replicate=4 accumulation=2", or a Plan. With "auto" the planner chooses, which requires
             `model`, `seq_len` and `global_batch`.
-        device: "auto", "cpu" or "cuda".
+        device: a value of launch.device, such as "auto", "cpu" or "cuda".
         seed: seed of initial weights, dropout and the order of samples.
         model: a size, a Hugging Face config folder, package.module:function, or a spec. None unless the plan is "auto".
         seq_len: tokens per sequence.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
+from weft.devices import access
 from weft.errors import WeftWarning
 from weft.parallel.context.context import local_batch, sequence_in_use
 from weft.parallel.dropout.by_position import drops_of
@@ -99,7 +100,7 @@ def check_first_batch(
 
 def limit_of(mesh: Mesh) -> float:
     """Return the relative difference that counts as rounding under the mesh's plan."""
-    precise = mesh.device.type != "cuda" or mesh.plan.precision == "fp64"
+    precise = not access.is_accelerator(mesh.device) or mesh.plan.precision == "fp64"
     return _ROUNDING.get(mesh.plan.precision, _COARSE) if precise else _COARSE
 
 

@@ -18,6 +18,7 @@ from weft.comm.mesh import Mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.rules.rule import Facts
+from weft.devices import access
 from weft.errors import ModelError, OutOfMemory, WeftError
 from weft.models.inspect import layers
 from weft.models.inspect.blocks import repeated_blocks
@@ -174,9 +175,9 @@ def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]
     ]
     now, peak = memory_bytes(device)
     other = max(0, peak - live.total)
-    if device.type == "cuda":
+    if access.allocated_bytes(device) is not None:
         # Use the peak, because a failed backward frees its tensors before this code runs.
-        reserve = max(0, torch.cuda.memory_reserved(device) - now)
+        reserve = max(0, access.reserved_bytes(device) - now)
         rows += [("activations", other), ("reserve", reserve)]
         held = f"{format_bytes(peak)} live at the peak"
     else:

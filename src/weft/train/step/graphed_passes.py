@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weft.comm.mesh import Mesh
 from weft.data.batches import check_batch, map_tensors, mark_reused_buffer, parts_of, tensors_in
+from weft.devices import access
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
 from weft.memory.graph_recorder import CudaRecorder, Recorder, Recording, send_numbers
 from weft.monitor.step_times import Meter
@@ -256,10 +257,13 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
         PlanError: if nothing can be recorded.
     """
     engine = data_parallel(model)
-    way = recorded_passes(engine)
+    way, kind = recorded_passes(engine), access.kind_of(mesh.device)
     obstacles = (
         (way is None, f"zero={mesh.plan.zero} communicates within forward and backward"),
-        (recorder is None and mesh.device.type != "cuda", "this run computes on a CPU, which records no graphs"),
+        (
+            recorder is None and not kind.graphs,
+            f"this run computes on {'a CPU' if kind.name == 'cpu' else kind.name}, which records no graphs",
+        ),
         (compares, "the loss compares samples of several microbatches"),
         (norm_groups_of(model) is not None, "train.norm_group uses statistics over several microbatches"),
         (any(balanced_routers(model)), "the model has experts, and the host adds up what their routers count"),

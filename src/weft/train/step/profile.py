@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.config.run_config import TrainSection
+from weft.devices import access
 from weft.memory.private_torch import record_memory, write_memory
 from weft.train.folder import new_files_like
 
@@ -45,7 +46,7 @@ class StepProfiler:
             with record_function(f"step {number}"):
                 yield
         except BaseException:
-            if self._device.type == "cuda":
+            if access.is_accelerator(self._device):
                 self._running = None  # stopping waits for the device, and a stuck collective never ends
             self.close()
             raise
@@ -54,8 +55,8 @@ class StepProfiler:
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        activities += access.profiler_activities(self._device)
+        if access.has_cuda_kernels(self._device):
             record_memory(True)
         self._running = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._running.start()
@@ -69,6 +70,6 @@ class StepProfiler:
         with new_files_like(self._folder.parent):
             self._folder.mkdir(exist_ok=True)
             running.export_chrome_trace(str(self._folder / f"{self._name}.json.gz"))
-            if self._device.type == "cuda":
+            if access.has_cuda_kernels(self._device):
                 write_memory(str(self._folder / f"{self._name}_memory.pickle"))
                 record_memory(False)

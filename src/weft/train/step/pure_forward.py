@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.data.random_state import seed_generators
+from weft.devices import access
 from weft.models.initialize import BATCH_NORMS
 
 #: Containers whose contents are restored. Of other attributes, only the reference is restored.
@@ -168,9 +169,9 @@ def traceless(model: nn.Module, *, runs_hooks: bool = False) -> Iterator[Forward
     hooks = [] if runs_hooks else [(module, _without_users_hooks(module)) for module in model.modules()]
     numpy: Any = sys.modules.get("numpy")
     generators = random.getstate(), None if numpy is None else numpy.random.get_state()
-    devices = sorted({one.device.index for one in model.parameters() if one.device.type == "cuda"})
+    devices = {one.device for one in model.parameters()}
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with access.forked_generators(*devices), torch.no_grad():
             yield state
     finally:
         random.setstate(generators[0])

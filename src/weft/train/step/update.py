@@ -14,6 +14,7 @@ from torch import nn
 from weft.comm.collectives import all_reduce, start_all_reduce
 from weft.comm.mesh import Mesh
 from weft.data.batches import tensors_in
+from weft.devices import access
 from weft.optim.step_decision import LossScale, StepDecision, clip_factor
 from weft.parallel.local_sgd import RareSync, rare_sync
 from weft.parallel.state.gradients import data_parallel
@@ -209,7 +210,7 @@ class WeightUpdate:
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
         self._loss_scale = LossScale(enabled=Precision.of(mesh.plan).scales_loss)
         self._ratio = UpdateRatio(self._engine, mesh.device)
-        may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
+        may_read_late = access.collectives_overlap(mesh.device) if reads_late is None else reads_late
         self._may_read_late = may_read_late and self._sync is None
         self._unread: LateMetrics | None = None
         self._next_scale: torch.Tensor | None = None  # if only the device has it
