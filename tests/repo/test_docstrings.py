@@ -223,7 +223,7 @@ def _is_flat(node: Function) -> bool:
 #: Verbs that functions may begin with, in the imperative. Add new ones here.
 VERBS = frozenset(
     """
-    account add answer append apply ask attend begin bring build call carry change check choose clip close
+    account add answer append apply ask attend begin bring build call capture carry change check choose clip close
     combine commit compare compute continue control copy count create cut deal decide delete describe divide do download
     draw drop encode end exchange fill find fit flush forget gather give go hear hide hold ignore join judge
     keep lay leave let line list load look make map measure meet mix move multiply note number offer open order

@@ -38,7 +38,7 @@ def test_hooks_are_removed():
             assert ".remove()" in text, path.name
 
 
-def test_only_one_module_replaces_classes():
+def test_only_two_modules_replace_classes():
     found = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
@@ -46,7 +46,7 @@ def test_only_one_module_replaces_classes():
         if (isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store))
         or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type" and len(node.args) == 3)
     }
-    assert found == {"models/inspect/blocks.py"}
+    assert found == {"models/inspect/blocks.py", "models/keras_model.py"}
 
 
 def test_only_two_modules_use_transformers_config_names():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.utils import backend_registration
 
 from tools.gpu_sim.stub_library import built_library
 
@@ -126,9 +127,9 @@ def load() -> None:
         getattr(library, name).restype = ctypes.c_int64
     library.mirror_register()
     MirrorModule.library = library
-    torch.utils.rename_privateuse1_backend(NAME)
+    backend_registration.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, MirrorModule)
-    torch.utils.generate_methods_for_privateuse1_backend()
+    backend_registration.generate_methods_for_privateuse1_backend()
 
 
 def package_in(folder: Path) -> None:

@@ -116,7 +116,8 @@ def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: 
                 layer.input_spec = None
         layer.__dict__[_ADOPTED] = type(layer)
     _register_layers(model)
-    missing = [variable.path for variable in model.variables if id(variable) not in owned]  # pyright: ignore
+    every: Any = model
+    missing = [variable.path for variable in every.variables if id(variable) not in owned]
     if missing:
         raise ModelError(f"model: no layer of {type(model).__name__} holds variable {missing[0]}. Add it to a layer.")
     for name in ("fit", "train_on_batch"):

@@ -27,7 +27,7 @@ from weft.units import counted, parse_seconds
 
 #: Seconds between two checks whether the engine was lost.
 _LOOK_S = 0.5
-#: Seconds of tasks that are submitted together, where an engine takes several.
+#: Seconds of tasks that are submitted together if the engine takes several.
 _SUBMITTED_S = 0.2
 #: Called after each outcome: report(outcome, folder).
 Report = Callable[[dict[str, Any], TaskFolder], None]
