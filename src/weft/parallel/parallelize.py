@@ -43,6 +43,8 @@ from weft.parallel.state.materialize import guard_model, move
 from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
+from weft.parallel.tables.apply import shard_tables
+from weft.parallel.tables.table import Table
 from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, shard_tensors
 from weft.parallel.tiled_mlp import tile_mlps
 
@@ -60,6 +62,7 @@ class Application:
         full_samples: how cp shards a model of which every rank gets full samples, or None.
         placements: placements of changed parameters by name.
         host: pinned host memory for offloading, or None.
+        tables: embedding tables that the layout shards over data ranks.
     """
 
     model: nn.Module
@@ -80,6 +83,7 @@ class Application:
     full_samples: FullSamplesPlan | None = None
     placements: dict[str, Placement] = field(default_factory=dict)
     host: Host | None = None
+    tables: list[Table] = field(default_factory=list[Table])
 
     @property
     def plan(self) -> Plan:
@@ -136,6 +140,11 @@ def _check_full_model(run: Application) -> None:
         run.why_full = check_sequences(run.model, run.mesh, run.example)
 
 
+def _shard_tables(run: Application) -> None:
+    assert run.layout is not None
+    run.tables, run.layout = shard_tables(run.model, run.mesh, run.layout), None
+
+
 def _choose_float8(run: Application) -> None:
     choose_float8(run.model, run.mesh.device, run.bf16_layers, run.fp8_recipe, speaks=run.mesh.rank == 0)
 
@@ -174,6 +183,8 @@ def _offload(run: Application) -> None:
 
 #: Changes of layers while they are full. Later techniques copy or shard the changed layers.
 PREPARE = (
+    # Tables check their ids and settings themselves.
+    Technique(_shard_tables, when=lambda run: run.layout is not None and run.layout.is_of_tables),
     Technique(lambda run: refuse_frequencies(run.model, run.mesh)),
     Technique(lambda run: watch_indices(run.model)),
     Technique(lambda run: track_row_lengths(run.model, run.plan.cp)),
@@ -272,7 +283,8 @@ def parallelize(
     Args:
         model: any nn.Module; its parameters may be on the meta device.
         mesh: mesh of the plan.
-        layout: styles of modules for tensor parallelism, and modules with experts; None to derive it from the model.
+        layout: styles of modules for tensor parallelism, and modules with experts; or styles of embedding tables; None
+            to derive it from the model.
         placements: placements of a module that the caller sharded manually, by parameter name. Then pp, ep, tp and cp
             are not applied, only the rest of the plan.
         seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of dropout.
@@ -303,7 +315,9 @@ def parallelize(
     else:
         run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
     _apply(FINISH, run)
-    engine = build_engine(model, replica, run.placements, host=run.host, seed=seed, filled_later=filled_later)
+    engine = build_engine(
+        model, replica, run.placements, host=run.host, seed=seed, filled_later=filled_later, tables=run.tables
+    )
     # Encoders communicate in hooks that run outside all others.
     distribute_encoders(model, replica, run.encoders)
     attach(model, engine, before)
