@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import weft
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
+from weft.config.partitioning import microbatch_samples
 from weft.config.plan import Plan
 
 ROWS = {"user": 23, "item": 11, "genre": 5, "seen": 17, "tags": 7}
@@ -112,8 +113,6 @@ class Script:
         )  # fmt: skip
 
     def batch(self, index: int) -> weft.Microbatches:
-        from weft.config.partitioning import microbatch_samples
-
         plan, every = self.run.plan, samples(index)
         own = microbatch_samples(SAMPLES, plan.dp_size, plan.microbatches_per_step, self.run.mesh.data.rank)
         return weft.Microbatches.of_samples(every.__getitem__, own, collate, SAMPLES)
@@ -155,7 +154,7 @@ def reference(case: TableCase) -> tuple[list[tuple[float, float]], dict[str, Ten
                 read[padding] = False
             with torch.no_grad():
                 _plain_update(case.rule, weight, weight.grad, states[name], read.nonzero().flatten(), index + 1)
-        found.append((float(loss), float(norm)))
+        found.append((loss.item(), norm.item()))
     return found, {name: weight.detach().clone() for name, weight in plain.state_dict().items()}
 
 
