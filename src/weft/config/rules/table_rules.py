@@ -27,16 +27,16 @@ def _plan_problems(config: RunConfig) -> list[Problem]:
     return table_plan_problems(plan if open_axis is None else plan.replace(**{open_axis: 2}))
 
 
-def _not_with_tables(
-    name: str, key: str, predicate: Callable[[RunConfig], bool], why: str, remedy: str
-) -> ConfigRule:
+def _not_with_tables(name: str, key: str, predicate: Callable[[RunConfig], bool], why: str, remedy: str) -> ConfigRule:
     return ConfigRule(
         name=f"tables-{name}",
         keys=("layout", key),
         reason=f"If a layout shards embedding tables, {why}.",
         predicate=lambda config: _has_tables(config) and predicate(config),
-        message=lambda config: f"{config.layout}: it shards embedding tables, and {why}. {remedy}, or leave rows, "
-        "columns and one out of layout.",
+        message=lambda config: (
+            f"{config.layout}: it shards embedding tables, and {why}. {remedy}, or leave rows, "
+            "columns and one out of layout."
+        ),
     )
 
 

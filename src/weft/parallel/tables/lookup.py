@@ -143,9 +143,7 @@ class TableBag(nn.EmbeddingBag):
     _weft_table: Table
 
     @uncompiled
-    def forward(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         table = self._weft_table
         found = fetch(table, input)
         pooled = F.embedding_bag(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.read import OwnershipMap, Part
+from weft.checkpoint.read import Part
 from weft.comm.mesh import Mesh
 from weft.errors import CheckpointError, ModelError
 from weft.memory.offload import Host
