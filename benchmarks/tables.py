@@ -4,9 +4,9 @@
     python benchmarks/tables.py --ranks 4 --layout columns --optimizer rowwise_adagrad
     python benchmarks/tables.py --shrink 10              tables of a tenth of the rows
 
-Ids follow a Zipf distribution with exponent 1.05. Both sides train with Adagrad unless --optimizer is set for Weft. Printed:
-median seconds of a step on rank 0 and their ratio, bytes sent over bytes of unique rows on other ranks (both ways), and
-peak bytes of live tensors over this rank's share of weights and states.
+Ids follow a Zipf distribution with exponent 1.05. Both sides train with Adagrad, or Weft's tables with --optimizer.
+Printed: median seconds of a step on rank 0 and their ratio, bytes sent over bytes of unique rows on other ranks (both
+ways), and peak bytes of live tensors over this rank's share of weights and states.
 """
 
 from __future__ import annotations

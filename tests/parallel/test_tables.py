@@ -346,7 +346,7 @@ def test_table_in_two_groups_is_refused():
 def test_unknown_settings_of_a_table_optimizer_are_refused():
     with pytest.raises(WeftError, match="Did you mean 'adagrad'"):
         weft.TableOptimizer("adagrat")
-    with pytest.raises(WeftError, match="weight_decay=0.1: sgd does not decay the rows of tables"):
+    with pytest.raises(WeftError, match=r"weight_decay=0\.1: sgd does not decay the rows of tables"):
         weft.TableOptimizer("sgd", weight_decay=0.1)
 
 

@@ -384,8 +384,8 @@ class RunConfig(Section):
     With "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
     layout: str = ""
     """How tensor parallelism shards the model: pattern=style items, or a file of them. `weft layout MODEL --save FILE`
-    writes a file to edit. By default Weft derives the layout from the model. Or styles of embedding tables over the data
-    ranks, such as "user=rows item=columns genre=replicate": rows, columns, one (a single rank holds it), replicate."""
+    writes a file to edit. By default Weft derives the layout from the model. Or styles of embedding tables over the
+    data ranks, as in "user=rows item=columns genre=replicate": rows, columns, one (on a single rank), replicate."""
     seed: Count = 0
     """Seed of initial weights, data order and sampling."""
     run: RunSection = RunSection()

@@ -13,8 +13,8 @@ class TableSection(Section):
     """Optimizer of the embedding tables that `layout` shards over the data ranks."""
 
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adamw"] = "rowwise_adagrad"
-    """It changes only rows that a step reads. rowwise_adagrad has one sum per row. lazy_adamw's moments change when a row
-    is read."""
+    """It changes only rows that a step reads. rowwise_adagrad has one sum per row. lazy_adamw changes the moments of a
+    row when it is read."""
     lr: PositiveFloat = 0.02
     """Peak learning rate; `schedule` applies to it too."""
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False)

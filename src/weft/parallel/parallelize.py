@@ -38,7 +38,7 @@ from weft.parallel.local_means import refuse_frequencies, watch_local_means
 from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.state.flat_slices import dtype_growth_warning, originals_of
-from weft.parallel.state.gradients import attach, is_attached
+from weft.parallel.state.gradients import DataParallel, attach, is_attached
 from weft.parallel.state.materialize import guard_model, move
 from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
@@ -263,6 +263,12 @@ def _apply(techniques: Sequence[Technique], run: Application) -> None:
             technique.apply(run)
 
 
+def _build_engine(run: Application, filled_later: bool) -> DataParallel:
+    return build_engine(
+        run.model, run.mesh, run.placements, tables=run.tables, host=run.host, seed=run.seed, filled_later=filled_later
+    )
+
+
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
@@ -283,8 +289,7 @@ def parallelize(
     Args:
         model: any nn.Module; its parameters may be on the meta device.
         mesh: mesh of the plan.
-        layout: styles of modules for tensor parallelism, and modules with experts; or styles of embedding tables; None
-            to derive it from the model.
+        layout: styles of modules for tensor parallelism, of experts, or of tables; None to derive it from the model.
         placements: placements of a module that the caller sharded manually, by parameter name. Then pp, ep, tp and cp
             are not applied, only the rest of the plan.
         seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of dropout.
@@ -315,9 +320,7 @@ def parallelize(
     else:
         run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
     _apply(FINISH, run)
-    engine = build_engine(
-        model, replica, run.placements, host=run.host, seed=seed, filled_later=filled_later, tables=run.tables
-    )
+    engine = _build_engine(run, filled_later)
     # Encoders communicate in hooks that run outside all others.
     distribute_encoders(model, replica, run.encoders)
     attach(model, engine, before)

@@ -95,7 +95,7 @@ def _refuse_unsupported(path: str, module: nn.Embedding | nn.EmbeddingBag, model
         )
     if not module.weight.requires_grad:
         raise ModelError(f"table {path!r}: it is frozen, and only trained tables are sharded. Leave it out of layout.")
-    if list(module._parameters) != ["weight"]:
+    if [name for name, _ in module.named_parameters()] != ["weight"]:
         raise ModelError(f"table {path!r}: its weight is computed from other parameters. Leave it out of layout.")
     names = [name for name, param in model.named_parameters(remove_duplicate=False) if param is module.weight]
     if len(names) > 1:
@@ -137,14 +137,14 @@ def _expect_same(
 
 @contextmanager
 def outside_model(tables: Sequence[Table]) -> Iterator[None]:
-    """Remove the tables' weights from their modules in this context, so that the engine does not put them in buckets."""
+    """Remove the tables' weights from their modules in this context, so that no bucket contains them."""
     for table in tables:
-        del table.module._parameters["weight"]
+        del table.module.weight
     try:
         yield
     finally:
         for table in tables:
-            table.module._parameters["weight"] = table.weight
+            table.module.register_parameter("weight", table.weight)
 
 
 @torch.no_grad()

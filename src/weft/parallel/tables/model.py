@@ -248,8 +248,8 @@ def add_tables(model: nn.Module, optimizer: torch.optim.Optimizer, rule: TableOp
     params = table_weights(model)
     if not params:
         raise ModelError(
-            f"tables={rule.name}: the layout shards no embedding table. Pass run.parallelize(model, layout='user=rows'), "
-            "or leave tables out."
+            f"tables={rule.name}: the layout shards no embedding table. Pass run.parallelize(model, "
+            "layout='user=rows'), or leave tables out."
         )
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if any(id(param) in held for param in params):
