@@ -139,6 +139,29 @@ def test_checkpoint_resumes_under_other_styles_and_ranks(optimizer, tmp_path, ra
                 assert float((weights[name] - tensor).abs().max()) <= LIMIT, (plan, other, name)
 
 
+def adagrad(layout: str | None):
+    run = weft.Run(Plan.parse("precision=fp64"), build_mesh(Plan.parse("precision=fp64")), Ledger(), seed=0)
+    ours = run.parallelize(model(), layout=layout)
+    options = {"forward": lambda model, batch: model(batch), "lr": 0.1, "check_batch": False}
+    return run, ours, run.train_step(ours, torch.optim.Adagrad, loss_fn, **options)
+
+
+@pytest.mark.parametrize("layouts", [(None, MIXED), (MIXED, None)])
+def test_checkpoint_resumes_with_and_without_tables(layouts, tmp_path):
+    batches = [next(iter(Script(TableCase(MIXED)).batch(index))) for index in range(3)]
+    run, ours, step = adagrad(layouts[0])
+    step(batches[0])
+    step(batches[1])
+    run.save(tmp_path, step=2, model=ours, optimizer=step)
+    step(batches[2])
+    want = run.full_state_dict(ours)
+    run, ours, step = adagrad(layouts[1])
+    run.load(tmp_path, model=ours, optimizer=step)
+    step(batches[2])
+    for name, tensor in run.full_state_dict(ours).items():
+        assert float((tensor - want[name]).abs().max()) <= LIMIT, name
+
+
 def test_checkpoint_of_another_table_optimizer_is_refused(tmp_path):
     save_half(TableCase(MIXED, "", "adagrad"), str(tmp_path))
     with pytest.raises(WeftError) as caught:

@@ -27,8 +27,7 @@ def exchange_gradients(tables: Sequence[Table], device: torch.device) -> Tensor:
     square = torch.zeros((), dtype=torch.float64, device=device)
     for table, sent in pending:
         width = table.columns_of(table.axis.rank)
-        grads_MC = [one.wait().view(-1, width) if width else table.weight.new_empty(0, 0) for one in sent]
-        _store(table, [call.wanted for call in table.calls], grads_MC)
+        _store(table, [call.wanted for call in table.calls], [one.wait().view(-1, width) for one in sent])
     _reduce_replicated([table for table in tables if table.dim is None])
     for table in tables:
         table.calls = []
