@@ -43,7 +43,7 @@ def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout) -> list[Table]:
     _expect_same(modules, axis, mesh.device)
     tables: list[Table] = []
     for path, (module, style) in modules.items():
-        full = module.weight
+        full = module.get_parameter("weight")
         shape = (full.shape[0], full.shape[1])
         starts = starts_of(style, shape, axis.size, owners.get(path, 0))
         table = Table(f"{path}.weight", module, style, axis, starts, full, shape, precision.compute)
