@@ -30,7 +30,7 @@ class TableOptimizer:
     - lazy_adamw: AdamW whose moments and decay change only for rows that are read. The bias correction counts all
       steps, as in torch.optim.SparseAdam.
 
-    Args:
+    Attributes:
         name: one of TABLE_OPTIMIZERS.
         lr: peak learning rate.
         betas: decay rates of lazy_adamw's moments.
@@ -72,7 +72,7 @@ class TableOptimizer:
         return self.name == "rowwise_adagrad"
 
     def states(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the initial states of a table's part by name: of the part's shape, or (rows,)."""
+        """Return the initial states of a table's part by name, each with the part's shape or one number per row."""
         match self.name:
             case "adagrad":
                 return {"sum": torch.zeros_like(weight)}
@@ -95,9 +95,11 @@ class TableOptimizer:
         step: int,
         mean_squares_R: Tensor | None = None,
     ) -> None:
-        """Update the rows of a table's part and its states, in place.
+        """Update the rows of a table's part and its states.
 
         Args:
+            weight: the part, (rows, D).
+            states: its states, from `states`.
             rows_R: indices of the rows that were read, each once.
             grads_RD: their gradients.
             lr: learning rate of the step.
@@ -140,7 +142,7 @@ def _added(state: Tensor, rows_R: Tensor, values: Tensor) -> Tensor:
 
 
 def dense_equivalent(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> TableOptimizer | None:
-    """Return the table optimizer whose numbers equal those of a dense optimizer, or None if there is none.
+    """Return the table optimizer with the numbers of a dense optimizer, or None if no table optimizer has them.
 
     A dense optimizer must leave rows without a gradient unchanged.
 

@@ -26,7 +26,7 @@ _KINDS = {nn.Embedding: TableEmbedding, nn.EmbeddingBag: TableBag}
 
 
 def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout) -> list[Table]:
-    """Replace the tables that a layout names by this rank's parts, in place. All ranks call it.
+    """Replace the tables that a layout names by this rank's parts. All ranks call it. Modifies the model.
 
     Raises:
         PlanError: if the plan does not support tables.

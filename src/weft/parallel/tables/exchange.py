@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.comm.collectives import all_reduce
 from weft.comm.peer import start_all_to_all
 from weft.comm.pending import Pending
-from weft.parallel.tables.table import Call, Table
+from weft.parallel.tables.table import TableCall, Table
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def exchange_gradients(tables: Sequence[Table], device: torch.device) -> Tensor:
     return square
 
 
-def _send(table: Table, call: Call) -> Pending:
+def _send(table: Table, call: TableCall) -> Pending:
     """Start to return the gradients of a lookup to the ranks that hold its rows."""
     axis, grad = table.axis, _gradient_of(call)
     if table.dim == 0:
@@ -51,7 +51,7 @@ def _send(table: Table, call: Call) -> Pending:
     )
 
 
-def _gradient_of(call: Call) -> Tensor:
+def _gradient_of(call: TableCall) -> Tensor:
     call.take_gradient()
     assert call.grad is not None
     return call.grad

@@ -1,4 +1,4 @@
-"""Lookups of sharded tables: unique ids are sent to the ranks that hold their rows, and rows come back.
+"""Lookups of sharded tables: unique ids are sent to the ranks that hold their rows, which return the rows.
 
 The rows are a leaf of autograd, so backward communicates nothing. Letters as in `table.py`.
 """
@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from weft.comm.collectives import all_gather
 from weft.comm.peer import all_to_all, largest_count
 from weft.errors import CommError, ModelError
-from weft.parallel.tables.table import Call, Table
+from weft.parallel.tables.table import TableCall, Table
 from weft.private_torch import split, uncompiled
 
 #: Count that a rank sends to all others if its input has an id out of range.
 _REFUSED = -1
 
 
-class Rows(NamedTuple):
+class FetchedRows(NamedTuple):
     """The rows of a lookup.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     index: Tensor
 
 
-def fetch(table: Table, ids: Tensor) -> Rows:
+def fetch(table: Table, ids: Tensor) -> FetchedRows:
     """Return the rows of a tensor of ids. All ranks call it, unless the style is replicate.
 
     Raises:
@@ -55,10 +55,10 @@ def fetch(table: Table, ids: Tensor) -> Rows:
     if torch.is_grad_enabled():
         rows_UD.requires_grad_()
         table.calls.append(call)
-    return Rows(rows_UD, unique_U, index)
+    return FetchedRows(rows_UD, unique_U, index)
 
 
-def _request_rows(table: Table, unique_U: Tensor) -> Call:
+def _request_rows(table: Table, unique_U: Tensor) -> TableCall:
     axis, weight = table.axis, table.weight
     starts = torch.tensor(table.starts, device=unique_U.device)
     # Ids are sorted and ranks hold ascending ranges, so the ids of each rank are consecutive.
@@ -71,10 +71,10 @@ def _request_rows(table: Table, unique_U: Tensor) -> Call:
     local_U = unique_U - starts[:-1].repeat_interleave(counts_R, output_size=unique_U.numel())
     wanted = all_to_all(_narrowed(table, local_U), axis, send=send, receive=receive, most=most).long()
     rows_UD = all_to_all(weight.index_select(0, wanted), axis, send=receive, receive=send, most=most)
-    return Call(rows_UD.detach(), wanted, send, receive, most)
+    return TableCall(rows_UD.detach(), wanted, send, receive, most)
 
 
-def _request_columns(table: Table, unique_U: Tensor) -> Call:
+def _request_columns(table: Table, unique_U: Tensor) -> TableCall:
     axis, weight, num_ids = table.axis, table.weight, unique_U.numel()
     own = torch.where(_is_outside(table, unique_U), _REFUSED, num_ids).view(1)
     counts = all_gather(own, axis).tolist()
@@ -93,12 +93,12 @@ def _request_columns(table: Table, unique_U: Tensor) -> Call:
     )
     parts = split(flat, [num_ids * width for width in widths])
     blocks = [part.view(num_ids, width) for part, width in zip(parts, widths, strict=True)]
-    return Call(torch.cat(blocks, 1), wanted, [num_ids] * axis.size, counts, most)
+    return TableCall(torch.cat(blocks, 1), wanted, [num_ids] * axis.size, counts, most)
 
 
-def _local_rows(table: Table, unique_U: Tensor) -> Call:
+def _local_rows(table: Table, unique_U: Tensor) -> TableCall:
     _refuse(table, unique_U, _REFUSED if bool(_is_outside(table, unique_U)) else 0, [])
-    return Call(table.weight.index_select(0, unique_U), unique_U, [], [], 0)
+    return TableCall(table.weight.index_select(0, unique_U), unique_U, [], [], 0)
 
 
 def _narrowed(table: Table, ids: Tensor) -> Tensor:

@@ -148,7 +148,13 @@ class TableModel(FlatModel):
 
     # --- optimizers ---
 
-    def _put_shards(self, optimizer: torch.optim.Optimizer) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.has_adopted(optimizer):
+            self._take_tables(optimizer)
+        super().adopt(optimizer)
+
+    def _take_tables(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the tables out of an optimizer's groups, and create their states."""
         if isinstance(optimizer, ScheduleFreeAdamW):
             raise ModelError(
                 "optimizer ScheduleFreeAdamW: it evaluates averages of all rows, and tables change only the rows of a "
@@ -177,7 +183,6 @@ class TableModel(FlatModel):
                 table = tables[id(param)]
                 found.append(TableUpdate(table, rule, group, rule.states(table.weight.detach())))
         self._updates[optimizer] = found
-        super()._put_shards(optimizer)
 
     # --- full tensors ---
 

@@ -24,7 +24,7 @@ _AT_ONCE = 2**22
 
 
 @dataclass(slots=True)
-class Call:
+class TableCall:
     """One lookup in a step whose gradient is pending.
 
     Attributes:
@@ -76,7 +76,7 @@ class Table:
     weight: nn.Parameter
     full_shape: tuple[int, int]
     compute: torch.dtype
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[TableCall] = field(default_factory=list[TableCall])
     is_open: bool = False
     rows: Tensor | None = None
     grads: Tensor | None = None
