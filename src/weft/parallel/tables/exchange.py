@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.comm.collectives import all_reduce
 from weft.comm.peer import start_all_to_all
 from weft.comm.pending import Pending
-from weft.parallel.tables.table import TableCall, Table
+from weft.parallel.tables.table import Table, TableCall
 
 
 @torch.no_grad()

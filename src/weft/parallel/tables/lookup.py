@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from weft.comm.collectives import all_gather
 from weft.comm.peer import all_to_all, largest_count
 from weft.errors import CommError, ModelError
-from weft.parallel.tables.table import TableCall, Table
+from weft.parallel.tables.table import Table, TableCall
 from weft.private_torch import split, uncompiled
 
 #: Count that a rank sends to all others if its input has an id out of range.
