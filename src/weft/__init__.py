@@ -19,6 +19,7 @@ __all__ = [
     "Plan",
     "Run",
     "RunConfig",
+    "TableOptimizer",
     "TrainStep",
     "WeftError",
     "WeftWarning",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
     from weft.errors import WeftError, WeftWarning
     from weft.models.inspect.describe import describe
+    from weft.optim.table_optimizer import TableOptimizer
     from weft.parallel.random.draws import bernoulli, rand_like, randint_like, randn_like
     from weft.planner.report.explanation import search
     from weft.pools.pool import pool
@@ -64,6 +66,7 @@ __getattr__ = loads(
         "WeftError": ".errors",
         "WeftWarning": ".errors",
         "describe": ".models.inspect.describe",
+        "TableOptimizer": ".optim.table_optimizer",
         "group_loss": ".train.losses",
         "bernoulli": ".parallel.random.draws",
         "rand_like": ".parallel.random.draws",

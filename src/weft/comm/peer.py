@@ -73,7 +73,7 @@ def start_all_to_all(
             f"arrive. Pass a contiguous out of that shape."
         )
     if most is None:
-        most = send[0] if is_equal else _largest(send, axis, tensor.device)
+        most = send[0] if is_equal else largest_count(send, axis, tensor.device)
     width = tensor[:1].numel() if tensor.shape[0] else out[:1].numel()
     operation = Operation(
         "all_to_all",
@@ -140,7 +140,13 @@ def _counts(
     return send, receive, False
 
 
-def _largest(send: Sequence[int], axis: Axis, device: torch.device) -> int:
+def largest_count(send: Sequence[int], axis: Axis, device: torch.device) -> int:
+    """Return `most` of `all_to_all` for several exchanges with the same counts. All ranks of the axis call it.
+
+    Backends that need no common bound exchange nothing; then the result is this rank's maximum.
+    """
+    if axis.size == 1:
+        return max(send)
     if link_of(axis, device).self_driven:
         return max(send)  # the backend needs no common bound
     return int(all_reduce(torch.tensor([max(send)]), axis, op="max"))

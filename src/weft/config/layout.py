@@ -21,7 +21,9 @@ from weft.errors import LayoutError, did_you_mean
 #: rows of an embedding or head; replicate: full copy on every rank; partial: full copy on every rank, each rank uses
 #: only its own heads or features, so gradients are summed; expert: distribute experts; spread: full encoder on every
 #: rank, each rank computes some of its inputs; spread:data: also inputs of other data ranks.
-STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert", "spread", "spread:data")
+#: Embedding tables over the data ranks: rows, columns: shard their rows or columns; one: one rank holds the table.
+TABLE_STYLES = ("rows", "columns", "one")
+STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert", "spread", "spread:data", *TABLE_STYLES)
 #: The style of a fused layer includes the number of equal segments, or their sizes: colwise:3, colwise:64+16+16.
 _FUSED = re.compile(r"colwise:(?:[1-9][0-9]*)(?:\+[1-9][0-9]*)*", re.ASCII)
 
@@ -98,6 +100,18 @@ class Layout:
             if pattern in seen:
                 raise LayoutError(f"layout pattern {pattern!r} is set twice. Keep one.")
             seen.add(pattern)
+        if self.is_of_tables:
+            for pattern, style in self.pairs:
+                if style not in (*TABLE_STYLES, "replicate"):
+                    raise LayoutError(
+                        f"{pattern}={style}: a layout of embedding tables has the styles {', '.join(TABLE_STYLES)} and "
+                        "replicate only. Leave this entry out, or the tables."
+                    )
+
+    @property
+    def is_of_tables(self) -> bool:
+        """True if the layout shards embedding tables over the data ranks. `replicate` then means a table too."""
+        return any(style in TABLE_STYLES for _, style in self.pairs)
 
     def match(self, path: str) -> str | None:
         """Return the style of the module at `path`, or None if no pattern matches."""

@@ -40,6 +40,7 @@ from weft.config.sections import (
     TaskName,
     Width,
 )
+from weft.config.table_section import TableSection
 
 #: A data source that every machine already has: Python's standard library.
 STDLIB_SOURCE = "builtin:python-stdlib"
@@ -383,7 +384,8 @@ class RunConfig(Section):
     With "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
     layout: str = ""
     """How tensor parallelism shards the model: pattern=style items, or a file of them. `weft layout MODEL --save FILE`
-    writes a file to edit. By default Weft derives the layout from the model."""
+    writes a file to edit. By default Weft derives the layout from the model. Or styles of embedding tables over the
+    data ranks, as in "user=rows item=columns genre=replicate": rows, columns, one (on a single rank), replicate."""
     seed: Count = 0
     """Seed of initial weights, data order and sampling."""
     run: RunSection = RunSection()
@@ -394,6 +396,7 @@ class RunConfig(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
+    tables: TableSection = TableSection()
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()

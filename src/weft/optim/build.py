@@ -82,6 +82,20 @@ def check_optimizer(model: nn.Module, section: OptimizerSection) -> None:
         build_optimizer(params.items(), section)
 
 
+def refuse_groups_of(tables: Iterable[str], section: OptimizerSection) -> None:
+    """Raise ConfigError if a group matches an embedding table, whose optimizer has its own settings.
+
+    Args:
+        tables: names of the weights of sharded tables.
+        section: the optimizer's settings.
+    """
+    for name in tables:
+        for index, group in enumerate(section.groups):
+            if fnmatchcase(name, group.match):
+                rule = f"it matches {name!r}, a table of the layout, whose optimizer is set in [tables]"
+                _refuse(f"groups.{index}.match", f"{group.match}: {rule}. Match other parameters.")
+
+
 def _groups(named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> list[dict[str, Any]]:
     """Return parameter groups: one per combination of learning rate, weight decay and (for Muon) kind of update."""
     found: dict[tuple[float, float, bool], list[nn.Parameter]] = {}

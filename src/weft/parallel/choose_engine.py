@@ -11,6 +11,8 @@ from weft.memory.offload import Host
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 from weft.parallel.state.placement import Placement
+from weft.parallel.tables.model import TableModel
+from weft.parallel.tables.table import Table
 from weft.parallel.zero_flat.model import FlatModel
 from weft.parallel.zero_flat.optimizer_states import QuantizedWeights
 from weft.parallel.zero_flat.step import RecordedPasses
@@ -25,6 +27,7 @@ def build_engine(
     host: Host | None = None,
     seed: int | None = None,
     filled_later: bool = False,
+    tables: list[Table] | None = None,
 ) -> DataParallel:
     """Shard the model's parameters in place for the plan's ZeRO stage, and materialize those on the meta device.
 
@@ -36,7 +39,10 @@ def build_engine(
         host: host memory for the plan's share of states, or None if nothing is offloaded.
         seed: seed of parameters on the meta device, or None if there are no such parameters.
         filled_later: True if `load_weights` fills parameters on the meta device, so that no seed is needed.
+        tables: embedding tables of which ranks hold parts, or None.
     """
+    if tables:
+        return TableModel(model, mesh, placements, tables, host=host, seed=seed, filled_later=filled_later)
     kind = FullyShardedModel if mesh.plan.zero == 3 else FlatModel
     return kind(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
 

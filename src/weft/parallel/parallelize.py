@@ -40,11 +40,13 @@ from weft.parallel.local_means import refuse_frequencies, watch_local_means
 from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.state.flat_slices import dtype_growth_warning, originals_of
-from weft.parallel.state.gradients import attach, is_attached
+from weft.parallel.state.gradients import DataParallel, attach, is_attached
 from weft.parallel.state.materialize import guard_model, move
 from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
+from weft.parallel.tables.apply import shard_tables
+from weft.parallel.tables.table import Table
 from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, shard_tensors
 from weft.parallel.tiled_mlp import tile_mlps
 
@@ -62,6 +64,7 @@ class Application:
         full_samples: how cp shards a model of which every rank gets full samples, or None.
         placements: placements of changed parameters by name.
         host: pinned host memory for offloading, or None.
+        tables: embedding tables that the layout shards over data ranks.
     """
 
     model: nn.Module
@@ -82,6 +85,7 @@ class Application:
     full_samples: FullSamplesPlan | None = None
     placements: dict[str, Placement] = field(default_factory=dict)
     host: Host | None = None
+    tables: list[Table] = field(default_factory=list[Table])
 
     @property
     def plan(self) -> Plan:
@@ -138,6 +142,11 @@ def _check_full_model(run: Application) -> None:
         run.why_full = check_sequences(run.model, run.mesh, run.example)
 
 
+def _shard_tables(run: Application) -> None:
+    assert run.layout is not None
+    run.tables, run.layout = shard_tables(run.model, run.mesh, run.layout), None
+
+
 def _choose_float8(run: Application) -> None:
     choose_float8(run.model, run.mesh.device, run.bf16_layers, run.fp8_recipe, speaks=run.mesh.rank == 0)
 
@@ -176,6 +185,8 @@ def _offload(run: Application) -> None:
 
 #: Changes of layers while they are full. Later techniques copy or shard the changed layers.
 PREPARE = (
+    # Tables check their ids and settings themselves.
+    Technique(_shard_tables, when=lambda run: run.layout is not None and run.layout.is_of_tables),
     Technique(lambda run: refuse_frequencies(run.model, run.mesh)),
     Technique(lambda run: watch_indices(run.model)),
     Technique(lambda run: track_row_lengths(run.model, run.plan.cp)),
@@ -255,6 +266,12 @@ def _apply(techniques: Sequence[Technique], run: Application) -> None:
             technique.apply(run)
 
 
+def _build_engine(run: Application, filled_later: bool) -> DataParallel:
+    return build_engine(
+        run.model, run.mesh, run.placements, tables=run.tables, host=run.host, seed=run.seed, filled_later=filled_later
+    )
+
+
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
@@ -275,7 +292,7 @@ def parallelize(
     Args:
         model: any nn.Module; its parameters may be on the meta device.
         mesh: mesh of the plan.
-        layout: styles of modules for tensor parallelism, and modules with experts; None to derive it from the model.
+        layout: styles of modules for tensor parallelism, of experts, or of tables; None to derive it from the model.
         placements: placements of a module that the caller sharded manually, by parameter name. Then pp, ep, tp and cp
             are not applied, only the rest of the plan.
         seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of dropout.
@@ -297,8 +314,7 @@ def parallelize(
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
     adopt_keras(model, mesh.plan, mesh.device, mesh.data.size)
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
-    if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
-        warnings.warn(message, WeftWarning, stacklevel=3)
+    _warn_of_growth(before, mesh)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
     run.full_samples = _full_samples(model, replica, example) if placements is None else None
     _apply(PREPARE, run)
@@ -307,7 +323,7 @@ def parallelize(
     else:
         run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
     _apply(FINISH, run)
-    engine = build_engine(model, replica, run.placements, host=run.host, seed=seed, filled_later=filled_later)
+    engine = _build_engine(run, filled_later)
     # Encoders communicate in hooks that run outside all others.
     distribute_encoders(model, replica, run.encoders)
     attach(model, engine, before)
@@ -316,3 +332,8 @@ def parallelize(
     watch_local_means(model, replica, groups_norms=norm_groups_of(model) is not None)
     params.watch(model, replica.plan.compile)
     return model
+
+
+def _warn_of_growth(before: Any, mesh: Mesh) -> None:
+    if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
+        warnings.warn(message, WeftWarning, stacklevel=4)

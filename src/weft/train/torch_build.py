@@ -6,23 +6,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft.checkpoint.load import list_checkpoints
 from weft.comm.mesh import Mesh
 from weft.config.layout import Layout
+from weft.config.run_config import RunConfig
 from weft.data.batches import move_batch
 from weft.devices import access
 from weft.memory.recompute import recompute_of
 from weft.models.adapters import adapted
 from weft.monitor.step_times import Meter
-from weft.optim.build import build_optimizer, freeze
+from weft.optim.build import build_optimizer, freeze, refuse_groups_of
+from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.context.context import local_batch, sequence_in_use
 from weft.parallel.dropout.embedding_noise import embedding_noise
 from weft.parallel.local_sgd import rare_sync
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel
+from weft.parallel.tables.model import add_tables, table_weights
 from weft.parallel.zero.magnitudes import load_base
 from weft.train.averaged_weights import check_averages
 from weft.train.data_share import Batches, Share
@@ -76,7 +80,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
         _lay_out(job, mesh, second.requires_grad_(False), task.second_weights(second), reads=True)
 
     replicas = None if job.world is None else OtherWorlds(job, job.world, mesh, model, rank.group)
-    optimizer = build_optimizer(model.named_parameters(), config.full_optimizer, config.seed)
+    optimizer = _build_optimizer(model, config)
     check_averages(mesh.plan, optimizer)
     step = TrainStep(
         model,
@@ -102,6 +106,19 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
         task.begin(forwards := RankForwards(model, mesh, task, second, job.record))
     _choose_recompute(model, mesh, job, batches)
     return Built(step, batches, eval_batches, replicas, forwards)
+
+
+def _build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """Build the config's optimizer, with a group for the tables that its layout shards."""
+    tables = {id(weight) for weight in table_weights(model)}
+    named = list(model.named_parameters())
+    refuse_groups_of((name for name, param in named if id(param) in tables), config.optimizer)
+    dense = [(name, param) for name, param in named if id(param) not in tables]
+    optimizer = build_optimizer(dense, config.full_optimizer, config.seed)
+    if tables:
+        own = config.tables
+        add_tables(model, optimizer, TableOptimizer(own.optimizer, own.lr, own.betas, own.eps, own.weight_decay))
+    return optimizer
 
 
 def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]:

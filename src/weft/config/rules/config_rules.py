@@ -19,6 +19,7 @@ from weft.config.rules.monitor_rules import energy_problems, watch_problems
 from weft.config.rules.optimizer_rules import OPTIMIZER_RULES
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
+from weft.config.rules.table_rules import TABLE_RULES
 from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
 from weft.config.sections import TRAINS, AdapterSection
@@ -375,6 +376,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: f"{config.layout}: {_layout_problem(config)}",
     ),
     *OPTIMIZER_RULES,
+    *TABLE_RULES,
     ConfigRule(
         name="measured-kernels-vary",
         keys=("train.deterministic", "kernels.convolutions"),

@@ -214,6 +214,7 @@ def _divided_model(axes: AxisMap) -> str:
     cut = {axis for name, placement in axes.placements.items() if axes.is_divided(name) for axis in placement.cut}
     sizes = {"pp": plan.pp, "tp": plan.tp, "ep": plan.ep}
     words = [f"{axis}={size}" for axis, size in sizes.items() if axis in cut or (axis == "pp" and size > 1)]
+    words += ["sharded tables"] * axes.divides_tables
     return " ".join([*words, "zero=3"] if plan.zero == 3 else words)
 
 

@@ -239,6 +239,8 @@ class AxisMap:
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
         self.placements, self.mesh, self._sharded = placements, mesh, sharded
         self._kinds: dict[tuple[object, ...], Axes] = {}
+        #: True if data ranks hold different rows of embedding tables.
+        self.divides_tables = False
         self.batch = mesh.batch
         self.stage = self._joined((*_DATA, "cp", "tp"))
         self.stages = mesh["pp"]
@@ -254,6 +256,10 @@ class AxisMap:
     def is_expert(self, name: str) -> bool:
         """Return True if a parameter is sharded over the expert axis."""
         return "ep" in self.placement(name).cut
+
+    def divide_tables(self, placements: Mapping[str, Placement]) -> None:
+        """Add the full shapes of embedding tables of which each data rank holds a part."""
+        self.placements, self.divides_tables = {**self.placements, **placements}, True
 
     def check_names(self, model: nn.Module) -> None:
         """Raise ModelError if the module lacks a tensor that has a placement."""

@@ -20,6 +20,7 @@ from weft.models.peft_files import save_adapter
 from weft.parallel.local_sgd import anchored
 from weft.parallel.state.flat_slices import FlatSlice, Original, StateSource, flat_of, originals_of
 from weft.parallel.state.gradients import data_parallel, originals
+from weft.parallel.tables.model import table_weights
 from weft.private_torch import foreach_lerp_
 from weft.train.state_io import on_first
 from weft.train.whole_copy import full_tensors
@@ -147,6 +148,11 @@ def moving_average(plan: Plan, model: nn.Module, decay: float) -> Ema:
         raise ModelError(
             "gather=diff4: averages that replace the weights would be encoded as differences, which changes the "
             "training. Leave run.ema out, or gather."
+        )
+    if table_weights(model):
+        raise ModelError(
+            "tables: an average of all rows would change rows that a step does not read. Leave run.ema out, or the "
+            "tables out of layout."
         )
     if plan.sync != "step":
         raise ModelError(

@@ -40,6 +40,7 @@ from weft.errors import ConfigError, PlanError, did_you_mean
 from weft.memory.offload import MOST_OF_HOST
 from weft.monitor.guards import GarbageTurns
 from weft.optim.build import options_of
+from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.expert import balance_routers
 from weft.parallel.local_means import global_mean, trust_loss
 from weft.parallel.local_sgd import rare_sync
@@ -47,6 +48,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.state.flat_slices import refuse_float64
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
+from weft.parallel.tables.model import add_tables, table_weights
 from weft.train.losses import LossFn, give_float32
 from weft.train.microbatches import ForwardFn, from_loader
 from weft.train.script.other_trainers import refuse_other_trainers
@@ -107,7 +109,7 @@ class Run(ScriptState):
         Args:
             model: any nn.Module, which is also returned.
             layout: tensor-parallel style of each layer, as pattern=style text or a file from `weft layout --save`; None
-                to find it from the model.
+                to find it from the model. Or styles of embedding tables over the data ranks: "user=rows item=columns".
             balance_rate: coefficient of an auxiliary loss for the experts of a Hugging Face model, like their
                 router_aux_loss_coef, but computed by sequence and in backward; 0 to disable it.
             pinned_limit: host memory that all ranks of a machine may pin for offloading: "64GiB", or a fraction of the
@@ -212,6 +214,7 @@ class Run(ScriptState):
         max_grad_norm: float | None = 0.0,
         weights_follow: bool = False,
         check_batch: bool = True,
+        tables: TableOptimizer | None = None,
         **optimizer_options: Any,
     ) -> TrainStep:
         """Return a `TrainStep`, which trains on one batch per call: `metrics = step(batch)`.
@@ -228,6 +231,8 @@ class Run(ScriptState):
             weights_follow: under zero=1 and 2, return from a step before new weights are gathered; see `TrainStep`.
             check_batch: run a few samples several times in the first step, and warn if results depend on how the plan
                 divides a batch: interaction between samples, noise, or buffers that forward changes.
+            tables: optimizer of the embedding tables that the layout shards. None uses `optimizer` for them, if it
+                leaves rows without a gradient unchanged: SGD without momentum, or Adagrad.
             **optimizer_options: options of the class, such as lr=3e-4.
 
         Raises:
@@ -237,16 +242,24 @@ class Run(ScriptState):
         if not isinstance(optimizer, torch.optim.Optimizer):
             _check_options(optimizer, optimizer_options)
             # Pass a group, because a pipeline stage may have no trained parameters, and torch rejects an empty list.
-            trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+            params = model.parameters() if tables is None else self.dense_parameters(model)
+            trained = [{"params": [param for param in params if param.requires_grad]}]
             optimizer = optimizer(trained, **optimizer_options)
         elif optimizer_options:
             names = ", ".join(optimizer_options)
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise PlanError(f"max_grad_norm={max_grad_norm}: a norm is 0 or more. Use 1.0, or None for no clipping.")
+        if tables is not None:
+            add_tables(model, optimizer, tables)
         self._leaves_out = True
         options: dict[str, Any] = {"max_grad_norm": max_grad_norm or 0.0, "weights_follow": weights_follow}
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, check_batch=check_batch, **options)
+
+    def dense_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of a parallelized model except the embedding tables that the layout shards."""
+        tables = {id(param) for param in table_weights(model)}
+        return [param for param in model.parameters() if id(param) not in tables]
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip gradients under any plan, in a custom loop between backward() and optimizer.step().

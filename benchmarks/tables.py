@@ -1,0 +1,137 @@
+"""Steps of a recommender with sharded tables beside DistributedDataParallel with dense gradients, interleaved.
+
+    python benchmarks/tables.py                          26 tables of 10 k to 1 M rows of 32, 2 ranks, style rows
+    python benchmarks/tables.py --ranks 4 --layout columns --optimizer rowwise_adagrad
+    python benchmarks/tables.py --shrink 10              tables of a tenth of the rows
+
+Ids follow a Zipf distribution with exponent 1.05. Both sides train with Adagrad, or Weft's tables with --optimizer.
+Printed: median seconds of a step on rank 0 and their ratio, bytes sent over bytes of unique rows on other ranks (both
+ways), and peak bytes of live tensors over this rank's share of weights and states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from tools.live_memory import LiveTensors
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.state.gradients import data_parallel
+from weft.verify.rank_pool import RankPool
+
+ZIPF = 1.05
+
+
+def sizes(options: argparse.Namespace) -> list[int]:
+    """Return the rows of the tables, spaced evenly on a logarithmic scale."""
+    low, high, last = 10_000 / options.shrink, 1_000_000 / options.shrink, options.tables - 1
+    return [round(low * (high / low) ** (number / last)) for number in range(options.tables)]
+
+
+class Recommender(nn.Module):
+    """A sum of rows per sample and a small network, as far as tables are concerned."""
+
+    def __init__(self, rows: list[int], width: int):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(number, width) for number in rows)
+        self.top = nn.Sequential(nn.Linear(len(rows) * width, 128), nn.ReLU(), nn.Linear(128, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(torch.cat([table(ids[:, number]) for number, table in enumerate(self.tables)], 1)).squeeze(1)
+
+
+def batches(rows: list[int], options: argparse.Namespace, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's batches of ids, (samples, tables), and labels."""
+    rng = torch.Generator().manual_seed(rank)
+    tails = [(torch.arange(1, number + 1, dtype=torch.float64) ** -ZIPF).cumsum(0) for number in rows]
+    found = []
+    for _ in range(options.rounds + 2):
+        draws = torch.rand(options.samples, len(rows), generator=rng, dtype=torch.float64)
+        columns = [
+            torch.searchsorted(tail, draws[:, number] * tail[-1]).clamp_(max=len(tail) - 1)
+            for number, tail in enumerate(tails)
+        ]
+        found.append((torch.stack(columns, 1), torch.randint(2, (options.samples,), generator=rng).float()))
+    return found
+
+
+def loss_fn(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return nn.functional.binary_cross_entropy_with_logits(output, batch[1], reduction="sum"), len(output)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Time steps of both sides in turn, and count bytes of Weft's last step."""
+    rows, ledger = sizes(options), Ledger()
+    plan = Plan.parse(f"dp_replicate={options.ranks}")
+    run = weft.Run(plan, build_mesh(plan, record=ledger.record), ledger, seed=0)
+    data = batches(rows, options, run.mesh.rank)
+    torch.manual_seed(0)
+    model = run.parallelize(Recommender(rows, options.width), layout=f"tables.*={options.layout}")
+    tables = weft.TableOptimizer(options.optimizer, lr=0.02)
+    step = run.train_step(model, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False)
+    torch.manual_seed(0)
+    rival = DistributedDataParallel(Recommender(rows, options.width))
+    dense = torch.optim.Adagrad(rival.parameters(), lr=0.02)
+    ours, theirs = list[float](), list[float]()
+    for ids, labels in data:
+        dist.barrier()
+        start = time.perf_counter()
+        step((ids, labels))
+        ours.append(time.perf_counter() - start)
+        dist.barrier()
+        start = time.perf_counter()
+        dense.zero_grad()
+        loss_sum, number = loss_fn(rival(ids), (ids, labels))
+        (loss_sum / number).backward()
+        dense.step()
+        theirs.append(time.perf_counter() - start)
+    engine = data_parallel(model)
+    kept = [*(one.flat for one in engine.model_slices()), *(one.flat for one in engine.state_slices(step.optimizer))]
+    share = sum(one.numel() * one.element_size() for one in kept)
+    ledger.clear()
+    with LiveTensors([*kept, *model.parameters()]) as live:
+        step(data[-1])
+    sent = sum(entry.sent_bytes for _, name, entry in ledger.rows() if name in ("all_to_all", "all_gather"))
+    remote = 0
+    for number, count in enumerate(rows):
+        unique = data[-1][0][:, number].unique()
+        low, high = count * run.mesh.rank // options.ranks, count * (run.mesh.rank + 1) // options.ranks
+        apart = ((unique < low) | (unique >= high)).sum().item() * options.width
+        own = options.width * (run.mesh.rank + 1) // options.ranks - options.width * run.mesh.rank // options.ranks
+        remote += 4 * (unique.numel() * (options.width - own) if options.layout == "columns" else apart)
+    return {"ours": ours[2:], "theirs": theirs[2:], "sent": sent, "rows": 2 * remote, "peak": live.peak, "share": share}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tables", type=int, default=26)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=2048, help="samples of a rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shrink", type=int, default=1, help="divisor of the tables' rows")
+    parser.add_argument("--layout", choices=("rows", "columns"), default="rows")
+    parser.add_argument("--optimizer", default="adagrad")
+    options = parser.parse_args()
+    with RankPool(options.ranks, timeout_s=3600) as pool:
+        found = pool.run(measure, options)
+    ours, theirs = (statistics.median(found[0][key]) for key in ("ours", "theirs"))
+    sent, rows = (sum(one[key] for one in found) for key in ("sent", "rows"))
+    print(f"step: {ours:.3f} s; DDP with dense gradients {theirs:.3f} s; ratio {ours / theirs:.3f}")
+    print(f"sent over unique remote rows, both ways: {sent / max(rows, 1):.3f}")
+    for rank, one in enumerate(found):
+        print(f"rank {rank}: peak over its share of weights and states: {1 + one['peak'] / one['share']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The section [tables] of a run's config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from weft.config.sections import Fraction, NonNegative, PositiveFloat, Section
+
+
+class TableSection(Section):
+    """Optimizer of the embedding tables that `layout` shards over the data ranks."""
+
+    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adamw"] = "rowwise_adagrad"
+    """It changes only rows that a step reads. rowwise_adagrad has one sum per row. lazy_adamw changes the moments of a
+    row when it is read."""
+    lr: PositiveFloat = 0.02
+    """Peak learning rate; `schedule` applies to it too."""
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False)
+    """lazy_adamw: decay rates of its moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the squared gradients."""
+    weight_decay: NonNegative = 0.0
+    """lazy_adamw: weight decay of rows that are read."""

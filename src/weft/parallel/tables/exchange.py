@@ -1,0 +1,115 @@
+"""Exchange of gradients by row after the last microbatch of a step, and their sums on the ranks that hold the rows.
+
+Contributions to a row are added in the order of microbatches and ranks, which is the order of samples in the global
+batch. R ranks, M rows that arrived at a rank, with repetitions, C columns of a rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.comm.collectives import all_reduce
+from weft.comm.peer import start_all_to_all
+from weft.comm.pending import Pending
+from weft.parallel.tables.table import Table, TableCall
+
+
+@torch.no_grad()
+def exchange_gradients(tables: Sequence[Table], device: torch.device) -> Tensor:
+    """Send the gradients of all lookups of a step to their ranks, and set `rows` and `grads` of each table.
+
+    All ranks call it. Returns this rank's part of the squared gradient norm of all tables, 0-d float64.
+    """
+    pending = [(table, [_send(table, call) for call in table.calls]) for table in tables if table.dim is not None]
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for table, sent in pending:
+        width = table.columns_of(table.axis.rank)
+        _store(table, [call.wanted for call in table.calls], [one.wait().view(-1, width) for one in sent])
+    _reduce_replicated([table for table in tables if table.dim is None])
+    for table in tables:
+        table.calls = []
+        if table.grads is not None and (table.dim is not None or table.axis.rank == 0):
+            square += torch.linalg.vector_norm(table.grads, dtype=torch.float64).square()
+    return square
+
+
+def _send(table: Table, call: TableCall) -> Pending:
+    """Start to return the gradients of a lookup to the ranks that hold its rows."""
+    axis, grad = table.axis, _gradient_of(call)
+    if table.dim == 0:
+        return start_all_to_all(grad, axis, send=call.send, receive=call.receive, most=call.most)
+    widths, own = [table.columns_of(rank) for rank in range(axis.size)], table.columns_of(axis.rank)
+    return start_all_to_all(
+        torch.cat([block.reshape(-1) for block in grad.split(widths, 1)]),
+        axis,
+        send=[count * width for count, width in zip(call.send, widths, strict=True)],
+        receive=[count * own for count in call.receive],
+        most=call.most * max(widths),
+    )
+
+
+def _gradient_of(call: TableCall) -> Tensor:
+    call.take_gradient()
+    assert call.grad is not None
+    return call.grad
+
+
+def _store(table: Table, ids: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Add gradients by row. ids: rows of each lookup, (M,). grads: their gradients, (M, C)."""
+    if not ids:
+        table.rows = table.grads = None
+        return
+    rows, index = torch.cat(list(ids)).unique(return_inverse=True)
+    # A sum by index in the order of the index, on every device and in every run.
+    sums = torch.ops.aten.embedding_dense_backward(torch.cat(list(grads)), index, rows.numel(), -1, False)
+    if table.padding is not None:
+        kept = rows != table.padding
+        rows, sums = rows[kept], sums[kept]
+    table.rows, table.grads = rows, sums
+
+
+def _reduce_replicated(tables: Sequence[Table]) -> None:
+    """Sum the gradients of tables that every rank holds, in one all-reduce of buffers with their shapes.
+
+    A last column counts the ranks that read a row.
+    """
+    if not tables:
+        return
+    for table in tables:
+        _store(table, [call.wanted for call in table.calls], [_gradient_of(call) for call in table.calls])
+    if tables[0].axis.size == 1:
+        return
+    flat = torch.cat([_with_counts(table).view(-1) for table in tables])
+    all_reduce(flat, tables[0].axis)
+    start = 0
+    for table in tables:
+        num_rows, width = table.full_shape
+        sums = flat[start : start + num_rows * (width + 1)].view(num_rows, width + 1)
+        start += sums.numel()
+        table.rows = sums[:, -1].nonzero().flatten()
+        table.grads = sums[table.rows, :-1]
+
+
+def _with_counts(table: Table) -> Tensor:
+    num_rows, width = table.full_shape
+    dense = table.weight.new_zeros(num_rows, width + 1)
+    if table.rows is not None and table.grads is not None:
+        dense[table.rows, :-1] = table.grads
+        dense[table.rows, -1] = 1
+    return dense
+
+
+def mean_squares(table: Table) -> Tensor | None:
+    """Return the mean squared gradient of each row over all columns. All ranks call it if the style is columns.
+
+    Returns None if no rank read the table.
+    """
+    if table.grads is None:
+        return None
+    sums = table.grads.square().sum(1)
+    if table.dim == 1:
+        all_reduce(sums, table.axis)
+    return sums / table.full_shape[1]

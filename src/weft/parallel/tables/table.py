@@ -1,0 +1,209 @@
+"""One embedding table of which each data rank holds some rows or columns.
+
+N rows and D columns of the full table, C columns of a rank's part, R ranks, U unique ids of a lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from weft.checkpoint.read import OwnershipMap, Part, assign_evenly
+from weft.comm.collectives import broadcast
+from weft.comm.mesh import Axis
+from weft.errors import ModelError
+from weft.parallel.state.flat_slices import FlatSlice
+from weft.parallel.state.placement import AxisMap
+
+#: Elements per broadcast of the first rank's values.
+_AT_ONCE = 2**22
+
+
+@dataclass(slots=True)
+class TableCall:
+    """One lookup in a step whose gradient is pending.
+
+    Attributes:
+        leaf: rows of the unique ids, (U, D), a leaf of autograd. None once its gradient is taken.
+        wanted: rows of this rank's part that ranks requested, in order of the ranks. For style replicate, the unique
+            ids.
+        send, receive: number of ids requested from each rank, and by each rank.
+        most: maximum number of ids that any rank requests from another.
+        grad: gradient of `leaf`, (U, D).
+    """
+
+    leaf: Tensor | None
+    wanted: Tensor
+    send: list[int]
+    receive: list[int]
+    most: int
+    grad: Tensor | None = None
+
+    def take_gradient(self) -> None:
+        """Move the gradient out of the leaf. A lookup that the loss does not depend on has a zero gradient."""
+        if self.leaf is not None:
+            self.grad = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
+            self.leaf = None
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """One table, sharded over the data ranks.
+
+    Attributes:
+        name: name of the weight in the model.
+        module: the nn.Embedding or nn.EmbeddingBag.
+        style: "rows", "columns", "one" or "replicate".
+        axis: the data ranks.
+        starts: first row or column of each rank's part, and the end of the last; () for style replicate.
+        weight: this rank's part, (rows, C).
+        full_shape: (N, D).
+        compute: dtype of the lookup's result.
+        calls: lookups of the current step.
+        is_open: True in a microbatch of a train step, in which lookups may have gradients.
+        rows, grads: after `exchange_gradients`, rows of this rank's part that the step read, and their gradients.
+    """
+
+    name: str
+    module: nn.Module
+    style: str
+    axis: Axis
+    starts: tuple[int, ...]
+    weight: nn.Parameter
+    full_shape: tuple[int, int]
+    compute: torch.dtype
+    calls: list[TableCall] = field(default_factory=list[TableCall])
+    is_open: bool = False
+    rows: Tensor | None = None
+    grads: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse_copy()
+
+    def __reduce__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        raise ModelError(
+            f"table {self.name!r}: each rank holds a part of it, so the model cannot be copied or pickled. Use "
+            "run.full_state_dict(model) for full tensors."
+        )
+
+    @property
+    def dim(self) -> int | None:
+        """The sharded dim: 0 for styles rows and one, 1 for columns, None for replicate."""
+        return {"columns": 1, "replicate": None}.get(self.style, 0)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First row or column of this rank's part, and its end; all rows for style replicate."""
+        if self.dim is None:
+            return 0, self.full_shape[0]
+        return self.starts[self.axis.rank], self.starts[self.axis.rank + 1]
+
+    def columns_of(self, rank: int) -> int:
+        """Return the number of columns that a rank holds."""
+        return self.starts[rank + 1] - self.starts[rank] if self.dim == 1 else self.full_shape[1]
+
+    @property
+    def padding(self) -> int | None:
+        """The row at padding_idx in this rank's part, which is never trained, or None."""
+        index: int | None = getattr(self.module, "padding_idx", None)
+        if index is None or self.dim != 0:
+            return index
+        low, high = self.span
+        return index - low if low <= index < high else None
+
+    # --- values ---
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """Return a view of this rank's part of a full tensor."""
+        if self.dim is None:
+            return full
+        low, high = self.span
+        return full.narrow(self.dim, low, high - low)
+
+    @torch.no_grad()
+    def first_ranks_part(self, full: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return this rank's part of the first rank's values, because ranks may have built different ones.
+
+        Args:
+            full: the full table of this rank.
+            dtype: dtype of the result.
+            device: device of the result.
+        """
+        part = self.part_of(full)
+        kept = torch.empty(part.shape, dtype=dtype, device=device)
+        step, (low, high) = max(1, _AT_ONCE // self.full_shape[1]), self.span
+        for start in range(0, self.full_shape[0], step):
+            stop = min(start + step, self.full_shape[0])
+            block = full[start:stop].detach().to(device=device, dtype=dtype, copy=True).contiguous()
+            broadcast(block, self.axis)
+            if self.dim != 0:
+                kept[start:stop] = self.part_of(block) if self.dim == 1 else block
+            elif max(low, start) < min(high, stop):
+                first, last = max(low, start), min(high, stop)
+                kept[first - low : last - low] = block[first - start : last - start]
+        return kept
+
+    @torch.no_grad()
+    def full(self, part: Tensor) -> Tensor:
+        """Return the full tensor from the parts of all ranks. All ranks call it.
+
+        Args:
+            part: this rank's part, of the weight's shape.
+        """
+        if self.dim is None:
+            return part.detach()
+        whole = part.new_empty(self.full_shape)
+        for rank in range(self.axis.size):
+            size = self.starts[rank + 1] - self.starts[rank]
+            shape = (size, self.full_shape[1]) if self.dim == 0 else (self.full_shape[0], size)
+            block = part.detach().contiguous() if rank == self.axis.rank else part.new_empty(shape)
+            whole.narrow(self.dim, self.starts[rank], size).copy_(broadcast(block, self.axis, rank))
+        return whole
+
+    def dense_gradient(self) -> Tensor:
+        """Return the gradient of this rank's part with zeros for rows that the step did not read."""
+        dense = torch.zeros_like(self.weight)
+        return dense if self.rows is None or self.grads is None else dense.index_add_(0, self.rows, self.grads)
+
+    # --- checkpoints ---
+
+    def slice_of(self, name: str, value: Tensor, axes: AxisMap) -> Iterator[FlatSlice]:
+        """Yield the flat slice of the weight's part or of one of its states, if it has elements.
+
+        Args:
+            name: name in checkpoints.
+            value: tensor of the part's shape, or with one number per row of the part.
+            axes: the axes of the model.
+        """
+        rank, ranks = axes.mesh.rank, self.axis.ranks
+        shape = self.full_shape[: value.ndim]
+        if self.dim is None or self.dim >= value.ndim:  # equal on all ranks
+            deal = assign_evenly(ranks, value.numel(), len(ranks), turn=axes.turn(name))
+            yield FlatSlice(name, Part(shape), deal, 0, value.detach().view(-1))
+        elif value.numel():
+            part = Part(shape, self.dim, (self.span,))
+            yield FlatSlice(name, part, OwnershipMap.to_one(rank, value.numel()), 0, value.detach().view(-1))
+
+
+def starts_of(style: str, shape: tuple[int, int], num_ranks: int, owner: int) -> tuple[int, ...]:
+    """Return the first row or column of each rank's part, and the end of the last.
+
+    Args:
+        shape: shape of the full table.
+        owner: the rank that holds a table of style "one".
+    """
+    match style:
+        case "replicate":
+            return ()
+        case "one":
+            return tuple(0 if rank <= owner else shape[0] for rank in range(num_ranks + 1))
+        case _:
+            size = shape[1] if style == "columns" else shape[0]
+            return tuple(size * rank // num_ranks for rank in range(num_ranks + 1))
