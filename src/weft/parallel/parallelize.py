@@ -39,7 +39,7 @@ from weft.parallel.layers.state_mixers import separate_states
 from weft.parallel.local_means import refuse_frequencies, watch_local_means
 from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
-from weft.parallel.state.flat_slices import dtype_growth_warning, originals_of
+from weft.parallel.state.flat_slices import Original, dtype_growth_warning, originals_of
 from weft.parallel.state.gradients import DataParallel, attach, is_attached
 from weft.parallel.state.materialize import guard_model, move
 from weft.parallel.state.placement import Placement, merge_placements
@@ -334,6 +334,6 @@ def parallelize(
     return model
 
 
-def _warn_of_growth(before: Any, mesh: Mesh) -> None:
+def _warn_of_growth(before: Mapping[str, Original], mesh: Mesh) -> None:
     if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(message, WeftWarning, stacklevel=4)
