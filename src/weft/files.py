@@ -20,12 +20,15 @@ from weft.units import format_bytes
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 #: Maximum size of a companion file. Larger ones are rejected.
 MAX_COMPANION_BYTES = 2**30
+#: Seconds for which a process that was just killed may still hold a lock: a child that it was starting has a copy of
+#: the descriptor until it runs its program.
+KILLED_S = 2.0
 #: Seconds between two attempts to lock a file.
 _POLL_S = 0.05
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
-def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+def try_lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
     """Try to lock an open file, and return True if it succeeded.
 
     The lock is released when the last descriptor of the open file is closed. On a file system without locks, nothing
@@ -34,10 +37,20 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     Args:
         descriptor: descriptor of the open file.
         shared: allow other shared locks of the file.
+        wait_s: seconds to wait for a conflicting lock, such as `KILLED_S`.
 
     Raises:
         OSError: for any failure except a conflicting lock.
     """
+    end = time.monotonic() + wait_s
+    while not _lock_now(descriptor, shared):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _lock_now(descriptor: int, shared: bool) -> bool:
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

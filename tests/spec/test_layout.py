@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.layout import STYLES, Layout
+from weft.config.layout import STYLES, TABLE_STYLES, Layout
 from weft.errors import LayoutError
 
 LLAMA_PATHS = ["embed", "blocks.0.norm1", "blocks.0.attn.q", "blocks.11.attn.k", "blocks.0.attn.v",
@@ -47,7 +47,10 @@ def test_first_matching_pattern_wins():
 
 
 _parts = st.sampled_from(["*", "embed", "blocks", "{q,k}", "0", "mlp"])
-_pairs = st.dictionaries(st.lists(_parts, min_size=1, max_size=4).map(".".join), st.sampled_from(STYLES))
+_of_layers = [style for style in STYLES if style not in TABLE_STYLES]
+_pairs = st.sampled_from([_of_layers, [*TABLE_STYLES, "replicate"]]).flatmap(
+    lambda styles: st.dictionaries(st.lists(_parts, min_size=1, max_size=4).map(".".join), st.sampled_from(styles))
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -64,8 +67,8 @@ def test_layout_is_read_from_a_toml_table():
 
 
 GOLDEN = {
-    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert, spread, spread:data. "
-    "Did you mean 'vocab'?",
+    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert, spread, spread:data, "
+    "rows, columns, one. Did you mean 'vocab'?",
     "embed": "layout entry 'embed': a layout consists of pattern=style entries. Use e.g. embed=vocab.",
     "a..b=vocab": (
         "layout pattern 'a..b': a module path is needed, and '*' or {a,b} may replace its parts. Use e.g. "

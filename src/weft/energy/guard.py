@@ -21,7 +21,7 @@ from typing import Any
 from weft import env
 from weft.energy.limits import NoRights, read_state, restore
 from weft.errors import LaunchError
-from weft.files import try_lock
+from weft.files import KILLED_S, try_lock
 
 #: Time (s) for the guard to start, and for which it tries to restore.
 _START_S, _RESTORE_S = 30.0, 60.0
@@ -119,7 +119,7 @@ def take_lock() -> int:
     path = state_file().with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    if not try_lock(handle):
+    if not try_lock(handle, wait_s=KILLED_S):
         os.close(handle)
         raise LaunchError("another `weft energy` command changes the limits of this machine. Wait for its end.")
     return handle

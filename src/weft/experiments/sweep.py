@@ -19,7 +19,7 @@ from typing import Any
 
 from weft.errors import ConfigError, MissingExtra, TasksFailed
 from weft.experiments.sweep_config import Parameter, SweepConfig, Value, trial_config
-from weft.files import replace_text, try_lock
+from weft.files import KILLED_S, replace_text, try_lock
 from weft.pools.pool import Pool
 from weft.pools.task_folder import full_disk_named
 from weft.units import counted
@@ -120,7 +120,7 @@ def sweep_folder(config: SweepConfig, folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if not try_lock(lock):
+            if not try_lock(lock, wait_s=KILLED_S):
                 raise ConfigError(
                     f"{folder}: another command is working in it. Wait until it ends, or give another --out."
                 )

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from weft.errors import ConfigError, PoolError
-from weft.files import replace_text, try_lock
+from weft.files import KILLED_S, replace_text, try_lock
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MISSING, _DONE, _FAILED = 0, 1, 2
+#: Times that a lock's file is opened again because a command that ended has removed it.
+_LOCK_TRIES = 10
 #: Files of a folder without a task's outcome.
 _UNCLAIMED = ("items.jsonl", "journal.jsonl", ".lock")
 
@@ -230,6 +232,19 @@ def _checked(line: bytes, num_items: int) -> tuple[int, int] | None:
     return (index, _FAILED if "error" in outcome else _DONE) if index < num_items else None
 
 
+def _take_lock(path: Path) -> int | None:
+    """Lock a file and return its descriptor, or None if another command has it."""
+    for _ in range(_LOCK_TRIES):
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        is_locked = try_lock(lock, wait_s=KILLED_S)
+        if is_locked and _is_current(lock, path):
+            return lock
+        os.close(lock)
+        if not is_locked:
+            break
+    return None
+
+
 def _is_current(lock: int, path: Path) -> bool:
     """Return False if another command removed the lock's file before this one locked it."""
     try:
@@ -253,9 +268,8 @@ def open_folder(path: Path, function: str, items: Iterable[str]) -> Generator[Ta
     """
     with full_disk_named(path):
         path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    if not try_lock(lock) or not _is_current(lock, path / ".lock"):
-        os.close(lock)
+        lock = _take_lock(path / ".lock")
+    if lock is None:
         raise ConfigError(f"{path}: another command is working in it. Wait until it ends, or give another folder.")
     folder = TaskFolder(path, lock)
     try:

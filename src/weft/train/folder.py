@@ -31,7 +31,7 @@ from weft.config.files import load_config, parse_config
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.errors import CheckpointError, ConfigError, LaunchError
-from weft.files import try_lock
+from weft.files import KILLED_S, try_lock
 
 if TYPE_CHECKING:
     from weft.checkpoint.object_store import Location
@@ -256,7 +256,7 @@ def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    if not try_lock(descriptor):
+    if not try_lock(descriptor, wait_s=KILLED_S):
         holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip() or "another process"
         raise LaunchError(
             f"run.name={folder.name}: {holder} is training in {str(folder)!r} right now. "
