@@ -7,17 +7,28 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import weft
 from tests.choice import gate_runs, product
-from tests.parallel.table_cases import Script, TableCase, loss_fn, model, reference, train
+from tests.parallel.table_cases import (
+    Recommender,
+    Script,
+    TableCase,
+    collate,
+    loss_fn,
+    model,
+    reference,
+    samples,
+    train,
+)
 from tools.live_memory import LiveTensors
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.errors import WeftError
+from weft.errors import ModelError, WeftError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.verify.rank_pool import RankPool
@@ -248,6 +259,32 @@ def wrong_id(layout: str) -> str:
     except WeftError as error:
         return str(error)
     return ""
+
+
+class OtherOrder(Recommender):
+    """Looks up items before users on rank 1."""
+
+    def forward(self, batch):
+        if dist.get_rank() == 1:
+            self.item(batch["item"])
+        return super().forward(batch)
+
+
+def other_order(layout):
+    plan = Plan.parse("dp_replicate=2 precision=fp64")
+    run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+    model = run.parallelize(OtherOrder().double(), layout=layout)
+    with pytest.raises(ModelError) as caught, torch.no_grad():
+        model(collate(samples(0)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["{user,item}=rows", "{user,item}=columns"])
+def test_ranks_that_look_up_other_tables_are_refused(layout, ranks2):
+    first, second = ranks2.run(other_order, layout)
+    rule = "another rank looks up another table at this point of its forward. Call the same tables in the same order"
+    assert first.startswith(f"table 'user.weight': {rule}")
+    assert second.startswith(f"table 'item.weight': {rule}")
 
 
 @pytest.mark.parametrize("layout", ["user=rows", "user=columns"])

@@ -19,6 +19,8 @@ from weft.private_torch import split, uncompiled
 
 #: Count that a rank sends to all others if its input has an id out of range.
 _REFUSED = -1
+#: Bits of a message that hold a count plus 1. Those above have the table's tag.
+_COUNT_BITS = 40
 
 
 class FetchedRows(NamedTuple):
@@ -63,9 +65,10 @@ def _request_rows(table: Table, unique_U: Tensor) -> TableCall:
     starts = torch.tensor(table.starts, device=unique_U.device)
     # Ids are sorted and ranks hold ascending ranges, so the ids of each rank are consecutive.
     counts_R = torch.searchsorted(unique_U, starts).diff()
-    sent_R = torch.where(_is_outside(table, unique_U), _REFUSED, counts_R)
+    sent_R = _tagged(table, torch.where(_is_outside(table, unique_U), _REFUSED, counts_R))
     arrived_R = all_to_all(sent_R, axis)
-    send, receive = torch.stack([sent_R, arrived_R]).tolist()  # the only wait for the device
+    # The only wait for the device.
+    send, receive = (_untagged(table, one) for one in torch.stack([sent_R, arrived_R]).tolist())
     _refuse(table, unique_U, send[axis.rank], receive)
     most = largest_count(send, axis, unique_U.device)
     local_U = unique_U - starts[:-1].repeat_interleave(counts_R, output_size=unique_U.numel())
@@ -77,7 +80,7 @@ def _request_rows(table: Table, unique_U: Tensor) -> TableCall:
 def _request_columns(table: Table, unique_U: Tensor) -> TableCall:
     axis, weight, num_ids = table.axis, table.weight, unique_U.numel()
     own = torch.where(_is_outside(table, unique_U), _REFUSED, num_ids).view(1)
-    counts = all_gather(own, axis).tolist()
+    counts = _untagged(table, all_gather(_tagged(table, own), axis).tolist())
     _refuse(table, unique_U, counts[axis.rank], counts)
     most = max(counts)
     padded = F.pad(_narrowed(table, unique_U), (0, most - num_ids))
@@ -99,6 +102,24 @@ def _request_columns(table: Table, unique_U: Tensor) -> TableCall:
 def _local_rows(table: Table, unique_U: Tensor) -> TableCall:
     _refuse(table, unique_U, _REFUSED if bool(_is_outside(table, unique_U)) else 0, [])
     return TableCall(table.weight.index_select(0, unique_U), unique_U, [], [], 0)
+
+
+def _tagged(table: Table, counts: Tensor) -> Tensor:
+    return counts.add(1).add(table.tag << _COUNT_BITS)
+
+
+def _untagged(table: Table, messages: list[int]) -> list[int]:
+    """Return the counts of messages.
+
+    Raises ModelError if one is about another table, on all ranks of the exchange.
+    """
+    found = [divmod(one, 1 << _COUNT_BITS) for one in messages]
+    if any(tag != table.tag for tag, _ in found):
+        raise ModelError(
+            f"table {table.name!r}: another rank looks up another table at this point of its forward. Call the same "
+            "tables in the same order on all ranks, or leave the tables out of layout."
+        )
+    return [count - 1 for _, count in found]
 
 
 def _narrowed(table: Table, ids: Tensor) -> Tensor:

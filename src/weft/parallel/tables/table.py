@@ -5,6 +5,7 @@ N rows and D columns of the full table, C columns of a rank's part, R ranks, U u
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -92,6 +93,11 @@ class Table:
             f"table {self.name!r}: each rank holds a part of it, so the model cannot be copied or pickled. Use "
             "run.full_state_dict(model) for full tensors."
         )
+
+    @property
+    def tag(self) -> int:
+        """A number of 22 bits from the name, by which ranks notice that they look up different tables."""
+        return zlib.crc32(self.name.encode()) & (2**22 - 1)
 
     @property
     def dim(self) -> int | None:
