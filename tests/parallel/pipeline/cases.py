@@ -60,7 +60,7 @@ def losses_with_group_per_flow(plan_text: str) -> tuple[list[float], list[tuple[
     """Return the losses with one group per flow between two ranks, and the groups."""
     made: list[tuple[int, ...]] = []
     patch = pytest.MonkeyPatch()
-    patch.setattr(lanes, "backend_of", lambda group, device: _NotGloo())
+    patch.setattr(lanes, "backend_for", lambda group, device: _NotGloo())
     patch.setattr(lanes, "join_group", lambda ranks, purpose: (made.append(ranks), join_group(ranks, purpose))[1])
     try:
         return losses(plan_text), made
