@@ -22,7 +22,7 @@ COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 MAX_COMPANION_BYTES = 2**30
 #: Seconds for which a process that was just killed may still hold a lock: a child that it was starting has a copy of
 #: the descriptor until it runs its program.
-KILLED_S = 2.0
+KILLED_S = 0.5
 #: Seconds between two attempts to lock a file.
 _POLL_S = 0.05
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
