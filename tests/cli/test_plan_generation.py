@@ -59,7 +59,7 @@ def test_step_of_grpo_is_sampling_and_training(capsys):
 def test_grpo_refuses_stages_without_memory_for_a_whole_copy(capsys):
     words = ["plan", "llama3-70b", "8x8xh100", "--for", "grpo", "--prompt", "100", "--new", "200", "--batch", "16x8"]
     assert run([*words, "--fix", "pp=8", "--reasons"]) == NOTHING_FITS
-    assert "under pp and cp, each rank needs 131 GiB for a whole copy" in capsys.readouterr().out
+    assert "under pp, cp and sp, each rank needs 131 GiB for a whole copy" in capsys.readouterr().out
 
 
 def test_folder_with_states_of_fixed_size_is_planned(tmp_path, capsys):
