@@ -78,7 +78,10 @@ def test_python_dash_m():
         (["xyzzy"], f"error: unknown command 'xyzzy'. Known: {', '.join(main.VERBS)}."),
         (["generate", "--promt", "x", "runs/a"], "error: unknown option '--promt'. Did you mean '--prompt'?"),
         (["generate"], "error: Missing argument 'RUN'."),
-        (["train", "--lr", "3"], "error: unknown option '--lr'. Write settings without dashes: optimizer.lr=..."),
+        (
+            ["train", "--lr", "3"],
+            "error: unknown option '--lr'. Write settings without dashes: optimizer.lr=... or tables.lr=...",
+        ),
         (
             ["train", "--train.steps", "3"],
             "error: unknown option '--train.steps'. Write settings without dashes: train.steps=...",

@@ -272,6 +272,8 @@ def _is_ready(parameter: Any, context: Any, value: Any, kind: Any) -> bool:
     return is_default or (kind is str and isinstance(value, str))
 
 
+#: Settings of the same last name that an error message lists.
+_MOST_SETTINGS = 3
 #: Options that users try with `weft plan`, and the settings to write instead.
 _WORDS_OF_PLAN = {
     "--budget": "Write --run budget=5000usd.",
@@ -297,13 +299,13 @@ def _usage_text(error: Any) -> str:
         if option in _WORDS_OF_PLAN and context.command.name == "plan":
             text = f"unknown option {option!r}. {_WORDS_OF_PLAN[option]}"
         if context.command.name == "train":
-            text += f" Write settings without dashes: {_as_setting(option)}=..."
+            text += f" Write settings without dashes: {_as_settings(option)}"
     path = context.command_path if context is not None else "weft"
     return f"{text.rstrip()}\n  Run `{path} --help` for usage."
 
 
-def _as_setting(option: str) -> str:
-    """Return the setting that ends in an option's name ('--lr' -> 'optimizer.lr'), or the name unchanged."""
+def _as_settings(option: str) -> str:
+    """Return the settings that end in an option's name: '--lr' -> 'optimizer.lr=... or tables.lr=...'."""
     from weft.config.run_config import RunConfig
 
     name = option.lstrip("-").replace("-", "_")
@@ -311,4 +313,4 @@ def _as_setting(option: str) -> str:
         section: getattr(field.annotation, "model_fields", {}) for section, field in RunConfig.model_fields.items()
     }
     fits = [f"{section}.{name}" for section, keys in tables.items() if name in keys]
-    return fits[0] if len(fits) == 1 else name
+    return "=... or ".join(fits if 0 < len(fits) <= _MOST_SETTINGS else [name]) + "=..."
