@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -30,8 +31,12 @@ def load_keras() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import keras
+        from absl import logging
         from keras.src.backend.common import dtypes
 
+    # absl, which Keras imports, closes the stream of its handler when logging is configured again, unless it is one of
+    # the interpreter's. Here it would be pytest's.
+    logging.get_absl_handler().python_handler.stream = sys.__stderr__
     dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
     keras.config.set_floatx("float64")
     return keras
