@@ -158,15 +158,15 @@ class Pool:
         running: dict[Future[list[str]], list[_Task]] = {}
         again: deque[_Task] = deque()
         fresh = (_Task(index, item) for index, item in folder.missing())
-        mean_s = math.inf
+        mean_s, left = math.inf, folder.num_items - folder.num_done  # not yet submitted
         while True:
             while len(running) < engine.window:
                 # Tasks that are tried again are submitted alone: one of them may take its worker down.
-                left = folder.num_items - folder.num_done - sum(map(len, running.values()))
                 count = min(engine.most_at_once, left // engine.window, int(_SUBMITTED_S / max(mean_s, 1e-9)))
                 tasks = [again.popleft()] if again else list(islice(fresh, max(1, count if self._retries else 1)))
                 if not tasks:
                     break
+                left -= len(tasks)
                 future = _submit(engine.executor, job, [task.item for task in tasks])
                 running[future] = tasks
                 future.add_done_callback(ended.put)
