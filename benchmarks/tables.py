@@ -1,4 +1,4 @@
-"""Steps of a recommender with sharded tables beside DistributedDataParallel with dense gradients, interleaved.
+"""Time a training step of a recommender: sharded tables, and DistributedDataParallel with dense gradients, in turn.
 
     python benchmarks/tables.py                          26 tables of 10 k to 1 M rows of 32, 2 ranks, style rows
     python benchmarks/tables.py --ranks 4 --layout columns --optimizer rowwise_adagrad

@@ -1,4 +1,4 @@
-"""Training on a device that is not in the table and has no hardware, beside CPU ranks, equal to one process."""
+"""Training on the mirror device, an accelerator simulated in host memory, equals one process; also beside CPU ranks."""
 
 from __future__ import annotations
 

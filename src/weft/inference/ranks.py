@@ -16,6 +16,7 @@ from weft.comm.mesh import Mesh, build_mesh, join_ranks, leave_ranks
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import CP_IN_INFERENCE, check_plan
 from weft.devices import access
+from weft.devices.kinds import noun
 from weft.errors import CommError, ConfigError, PlanError, Problem
 from weft.verify.rank_pool import RankError, RankPool
 
@@ -96,8 +97,8 @@ def run_on_ranks(function: Callable[..., Result], plan: Plan, *args: Any, device
     gpus = access.count_devices(device)
     if (gpus or device not in ("auto", "cpu")) and gpus < plan.world_size:
         raise PlanError(
-            f"plan={plan}: {plan.world_size} ranks need {plan.world_size} GPUs, and torch sees {gpus} here. Use a plan "
-            "for these, or start the ranks on more machines with torchrun or srun."
+            f"plan={plan}: {plan.world_size} ranks need {plan.world_size} {noun(device)}s, and torch sees {gpus} here. "
+            "Use a plan for these, or start the ranks on more machines with torchrun or srun."
         )
     backend = access.group_backend(access.find_device(device, 0))
     with RankPool(plan.world_size, timeout_s=math.inf, backend=backend) as pool:

@@ -343,7 +343,7 @@ def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | Non
     known = device_by_torch_name(name)
     if known is None:
         return None, None, f"{_TOLD}: {name!r} is not in the device table"
-    local = min(size, access.count_devices())
+    local = min(size, access.count_devices(torch.device(device).type))
     if size % local:
         return None, None, f"no estimate: {size} ranks do not fill complete machines of {local}"
     return ClusterSpec(nodes=size // local, devices_per_node=local, device=known), None, f"tables of {known.name}"

@@ -225,7 +225,7 @@ class TableModel(FlatModel):
     def _load(self, update: TableUpdate, source: StateSource) -> None:
         table = update.table
         saved = {name for name in source.entries if name.startswith(f"{table.name}/")}
-        if not saved:
+        if not saved and not (update.states and source.entries):  # saved without states, or before the first step
             return
         expected = {f"{table.name}/{key}" for key in (*update.states, _STEP)}
         if saved != expected:
