@@ -183,6 +183,20 @@ def test_checkpoint_of_another_table_optimizer_is_refused(tmp_path):
     )
 
 
+def test_checkpoint_without_states_of_a_table_is_refused(tmp_path):
+    (batch,) = Script(TableCase(MIXED)).batch(0)
+    plan = Plan.parse("precision=fp64")
+    run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+    ours = run.parallelize(model())
+    built = torch.optim.AdamW(ours.top.parameters(), lr=0.1)
+    step = run.train_step(ours, built, loss_fn, forward=lambda model, batch: model(batch), check_batch=False)
+    step(batch)
+    run.save(tmp_path, step=1, model=ours, optimizer=step)
+    script = Script(TableCase(MIXED, "", "lazy_adamw"))
+    with pytest.raises(WeftError, match=r"optimizer state 'user.weight/exp_avg': the checkpoint lacks it"):
+        script.run.load(tmp_path, model=script.model, optimizer=script.step)
+
+
 # Traffic and memory.
 
 WIDE, LONG = 32, 4000
