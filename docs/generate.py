@@ -19,9 +19,9 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from weft.config.fields.plan_values import PlanField
 from weft.config.files import load_config
 from weft.config.plan import PLAN_FIELDS
-from weft.config.plan_values import PlanField
 from weft.config.rules.config_rules import CONFIG_RULES
 from weft.config.rules.plan_rules import RULES
 from weft.config.run_config import RunConfig

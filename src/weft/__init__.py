@@ -39,18 +39,18 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.comm.mesh import build_mesh
     from weft.config.cluster import ClusterSpec
-    from weft.config.layout import Layout
-    from weft.config.model_spec import ModelSpec
+    from weft.config.fields.layout import Layout
     from weft.config.plan import Plan
     from weft.config.run_config import RunConfig
+    from weft.config.shapes.model_spec import ModelSpec
     from weft.errors import WeftError, WeftWarning
     from weft.models.inspect.describe import describe
     from weft.optim.table_optimizer import TableOptimizer
     from weft.parallel.random.draws import bernoulli, rand_like, randint_like, randn_like
     from weft.planner.report.explanation import search
     from weft.pools.pool import pool
+    from weft.train.batches.microbatches import Microbatches
     from weft.train.losses import group_loss
-    from weft.train.microbatches import Microbatches
     from weft.train.script.script_run import Run, init
     from weft.train.step.train_step import TrainStep
     from weft.train.tasks.description import trace

@@ -13,7 +13,7 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line, table
-from weft.cli.generate import source_folder
+from weft.cli.inference.generate import source_folder
 from weft.errors import ConfigError
 
 PLAN_HELP = 'Plan of the ranks, such as "tp=2" or "dp_shard=2 zero=3"; by default one rank.'

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from weft.config.run_config import RunConfig
-from weft.config.traced_model import Limit, TracedModel
+from weft.config.shapes.traced_model import Limit, TracedModel
 from weft.errors import DataError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import SavedSlice
 from weft.comm.heartbeat import Heartbeat
 from weft.comm.mesh import build_mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, MissingExtra, ModelError
 from weft.models.inspect.blocks import repeated_blocks
@@ -30,9 +30,9 @@ from weft.optim.build import build_optimizer, freeze
 from weft.optim.step_decision import LossScale
 from weft.parallel.parallelize import parallelize
 from weft.private_torch import tree_map
-from weft.train.data_share import Batches, Share
+from weft.train.batches.data_share import Batches, Share
 from weft.train.engine import EngineJob, Evaluation, Measures, StepResult, TraceKind
-from weft.train.model_state import model_tensors
+from weft.train.states.model_state import model_tensors
 from weft.train.step.evaluation import RankForwards
 from weft.train.tasks.base import Task
 from weft.train.weights.published_weights import fill_full

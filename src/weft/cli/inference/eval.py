@@ -12,8 +12,8 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line, table
-from weft.cli.generate import source_folder
-from weft.cli.score import DTYPE_HELP, PLAN_HELP, is_first_rank
+from weft.cli.inference.generate import source_folder
+from weft.cli.inference.score import DTYPE_HELP, PLAN_HELP, is_first_rank
 from weft.errors import ConfigError, MissingExtra, did_you_mean
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli.plan_view import NOTHING_FITS, assumed_words, console, print_reasons, table_of
+from weft.cli.planning.plan_view import NOTHING_FITS, assumed_words, console, print_reasons, table_of
 from weft.errors import ConfigError
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, memory_bars, term_bars
 from weft.planner.report.tables import question_table, refused_table

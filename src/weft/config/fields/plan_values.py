@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from weft import units
-from weft.config.wire_formats import (
+from weft.config.fields.wire_formats import (
     LARGEST_RANK,
     LARGEST_VALUES,
     LOW_RANK,

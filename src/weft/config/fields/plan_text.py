@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.config.layout import common_divisors
-from weft.config.plan_values import Integer, PlanField, SearchFacts
+from weft.config.fields.layout import common_divisors
+from weft.config.fields.plan_values import Integer, PlanField, SearchFacts
 from weft.errors import PlanError, Problem, did_you_mean
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from weft.config.decoder_shape import EXPERT_FIELDS, DecoderSpec, shape_problems
+from weft.config.shapes.decoder_shape import EXPERT_FIELDS, DecoderSpec, shape_problems
 from weft.errors import ConfigError, ModelError, Problem, did_you_mean
 
 if TYPE_CHECKING:

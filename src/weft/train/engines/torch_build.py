@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.checkpoint.load import list_checkpoints
 from weft.comm.mesh import Mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.run_config import RunConfig
 from weft.data.batches import move_batch
 from weft.devices import access
@@ -22,19 +22,19 @@ from weft.optim.build import build_optimizer, freeze, refuse_groups_of
 from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.context.context import local_batch, sequence_in_use
 from weft.parallel.dropout.embedding_noise import embedding_noise
-from weft.parallel.local_sgd import rare_sync
 from weft.parallel.parallelize import parallelize
+from weft.parallel.replicas.local_sgd import rare_sync
 from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tables.model import add_tables, table_weights
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.averaged_weights import check_averages
-from weft.train.data_share import Batches, Share
+from weft.train.batches.data_share import Batches, Share
 from weft.train.engine import EngineJob
-from weft.train.gpu_kernels import GpuKernels
+from weft.train.engines.gpu_kernels import GpuKernels
+from weft.train.engines.replica_engine import OtherWorlds
 from weft.train.joined_rank import JoinedRank
-from weft.train.model_state import packed_source
-from weft.train.replica_engine import OtherWorlds
+from weft.train.states.averaged_weights import check_averages
+from weft.train.states.model_state import packed_source
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
 from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter

@@ -30,13 +30,13 @@ from weft.models.quantized_linear import BASE_FORMATS, BaseFormat
 from weft.optim.build import build_optimizer, freeze
 from weft.optim.rounded_adamw import exact_moment
 from weft.parallel.choose_engine import load_quantized_weights, quantized_slices
-from weft.parallel.local_sgd import rare_sync
+from weft.parallel.replicas.local_sgd import rare_sync
 from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import DataParallel, data_parallel, is_attached, originals
 from weft.parallel.state.materialize import allow_sharded_state
 from weft.parallel.zero.states import load_carried, local_wire_state
-from weft.train.averaged_weights import averaged_slices, load_trained
-from weft.train.state_io import COUNTS, SavedReplicas, replica_slices, resume_replicas
+from weft.train.states.averaged_weights import averaged_slices, load_trained
+from weft.train.states.state_io import COUNTS, SavedReplicas, replica_slices, resume_replicas
 
 #: Maximum number of elements of one weight in its digest.
 SAMPLES = 2**14

@@ -18,10 +18,10 @@ from weft.monitor.step_times import TimeBook
 from weft.parallel.state.gradients import originals
 from weft.parallel.state.precision import Precision
 from weft.train.engine import EngineJob, Measures
+from weft.train.engines.replica_engine import OtherWorlds
 from weft.train.joined_rank import JoinedRank
 from weft.train.loop.time_report import report_times
-from weft.train.model_state import expected_bytes
-from weft.train.replica_engine import OtherWorlds
+from weft.train.states.model_state import expected_bytes
 from weft.train.step.errors import live_bytes
 from weft.train.step.train_step import TrainStep
 from weft.train.weights.run_adapter import with_adapter

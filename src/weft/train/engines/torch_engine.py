@@ -17,23 +17,23 @@ from weft.errors import ModelError
 from weft.memory.offload import HostCopies
 from weft.monitor.step_times import Meter
 from weft.parallel.context.context import takes_full_samples
-from weft.parallel.local_sgd import rare_sync
-from weft.train.averaged_weights import averaged
-from weft.train.data_share import Batches
+from weft.parallel.replicas.local_sgd import rare_sync
+from weft.train.batches.data_share import Batches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, TraceKind, derive_seed
-from weft.train.gpu_kernels import GpuKernels
+from weft.train.engines.gpu_kernels import GpuKernels
+from weft.train.engines.replica_engine import OtherWorlds
+from weft.train.engines.torch_build import build
+from weft.train.engines.torch_reports import TorchReports
 from weft.train.joined_rank import JoinedRank
-from weft.train.microbatches import Microbatches
-from weft.train.model_state import adapter_state, resume, state_slices
-from weft.train.replica_engine import OtherWorlds
+from weft.train.states.averaged_weights import averaged
+from weft.train.states.model_state import adapter_state, resume, state_slices
 from weft.train.step.evaluation import evaluate_run
 from weft.train.step.profile import StepProfiler
 from weft.train.step.tracer import StepTracer, TracedStep
 from weft.train.step.train_step import TrainStep
 from weft.train.step.update import StepMetrics
 from weft.train.tasks.base import Task
-from weft.train.torch_build import build
-from weft.train.torch_reports import TorchReports
 
 
 class StepInputs:

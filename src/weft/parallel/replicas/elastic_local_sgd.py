@@ -23,7 +23,7 @@ from weft.comm.mesh import Axis, Mesh
 from weft.comm.replica_client import Call, ReplicaGroup
 from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.parallel.local_sgd import RareSync, keep_sync, put_anchor
+from weft.parallel.replicas.local_sgd import RareSync, keep_sync, put_anchor
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.gradients import DataParallel
 

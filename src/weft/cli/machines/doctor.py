@@ -441,7 +441,7 @@ class TwoRanks:
     def _start(self, rank: int, port: str) -> subprocess.Popen[str]:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         variables = env.child_env(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
-        command, pipe = [sys.executable, "-m", "weft.cli.doctor"], subprocess.PIPE
+        command, pipe = [sys.executable, "-m", "weft.cli.machines.doctor"], subprocess.PIPE
         return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
     def two_ranks(self) -> Iterator[CheckLine]:

@@ -13,7 +13,7 @@ from weft.checkpoint.folders import RankGroup
 from weft.comm.mesh import Mesh
 from weft.comm.replica_client import ReplicaGroup
 from weft.comm.replica_rendezvous import address_towards
-from weft.parallel.elastic_local_sgd import attach_elastic_diloco
+from weft.parallel.replicas.elastic_local_sgd import attach_elastic_diloco
 from weft.parallel.state.gradients import data_parallel
 from weft.train.engine import EngineJob, ReplicaWorld, StepResult
 from weft.train.step.train_step import TrainStep

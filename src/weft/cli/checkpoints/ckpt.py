@@ -241,7 +241,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check every file against its digest. Exit code 0: all are valid; 1: some are damaged; 2: nothing to check."""
-    from weft.cli.ckpt_check import inspect
+    from weft.cli.checkpoints.ckpt_check import inspect
 
     path = located(run)
     if step_in_name(path.name) is not None or not path.is_dir():
@@ -277,7 +277,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints: tensors, values, settings. Exit code 0: equal; 1: different."""
-    from weft.cli.ckpt_check import differences
+    from weft.cli.checkpoints.ckpt_check import differences
 
     found = differences(load_checkpoint(one_of(left)), load_checkpoint(one_of(right)))
     _print([json.dumps(found.as_json(), indent=1)] if as_json else found.lines(left, right, everything=everything))

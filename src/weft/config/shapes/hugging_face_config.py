@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import ModelError
 
 #: Names that configs use for each size of a model's shape. The first name that exists in a config is used.

@@ -15,13 +15,21 @@ import typer
 
 from weft import env
 from weft.cli.console import print_line
-from weft.cli.plan_compile import Compile, compiled_step, expect_alone, fits, jax_answer, jax_question
-from weft.cli.plan_generation import Batch, GenerationOptions, New, Prompt, Purpose, plan_generation
-from weft.cli.plan_view import NOTHING_FITS, Findings, print_findings, print_fits, print_json, print_runs, write_files
+from weft.cli.planning.plan_compile import Compile, compiled_step, expect_alone, fits, jax_answer, jax_question
+from weft.cli.planning.plan_generation import Batch, GenerationOptions, New, Prompt, Purpose, plan_generation
+from weft.cli.planning.plan_view import (
+    NOTHING_FITS,
+    Findings,
+    print_findings,
+    print_fits,
+    print_json,
+    print_runs,
+    write_files,
+)
 from weft.config.cluster import described_clusters
-from weft.config.model_spec import size_hides
 from weft.config.parsing import MODEL_CODE
-from weft.config.traced_model import TracedModel
+from weft.config.shapes.model_spec import size_hides
+from weft.config.shapes.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem, WeftError
 from weft.hub import downloaded_folder
 from weft.planner.measured.corrections import learn, lesson_words
@@ -398,7 +406,7 @@ def _task_of(file: str) -> Task | None:
     if config.task.name is None and not config.model.path:
         return None
     from weft.train.folder import run_folder
-    from weft.train.hub_names import download_all, resolved_config
+    from weft.train.states.hub_names import download_all, resolved_config
     from weft.train.tasks.registry import find_task
 
     config = resolved_config(config, run_folder(config))

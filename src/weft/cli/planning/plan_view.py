@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.cli.console import print_line
-from weft.cli.plan_compile import compiled_lines, compiled_table
+from weft.cli.planning.plan_compile import compiled_lines, compiled_table
 from weft.errors import ConfigError
 from weft.planner.report import tables as report
 from weft.planner.report.energy_front import SortBy, energy_front

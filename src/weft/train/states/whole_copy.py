@@ -17,10 +17,10 @@ from weft.models.adapters import adapted, merged_tensors
 from weft.models.decoder import Decoder, as_shapes
 from weft.models.inspect import hugging_face
 from weft.models.registry import build_decoder
-from weft.parallel.local_sgd import anchored
+from weft.parallel.replicas.local_sgd import anchored
 from weft.parallel.state.gradients import originals
 from weft.parallel.state.precision import Precision
-from weft.train.model_state import capture_model
+from weft.train.states.model_state import capture_model
 from weft.units import format_bytes
 
 #: Part of the free memory that the copies may take. The rest is for keys and values.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.generate_file import (
+from weft.cli.inference.generate_file import (
     DeviceOption,
     DtypeOption,
     FileOptions,

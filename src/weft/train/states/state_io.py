@@ -16,8 +16,8 @@ from weft.checkpoint.load import Checkpoint
 from weft.comm.collectives import all_gather, all_reduce, broadcast
 from weft.comm.mesh import Mesh
 from weft.errors import CheckpointError, WeftError
-from weft.parallel.elastic_local_sgd import ElasticDiLoCo
-from weft.parallel.local_sgd import RareSync, StreamedSync, rare_sync
+from weft.parallel.replicas.elastic_local_sgd import ElasticDiLoCo
+from weft.parallel.replicas.local_sgd import RareSync, StreamedSync, rare_sync
 from weft.parallel.state.flat_slices import FlatSlice, StateSource, read_full
 from weft.parallel.state.gradients import DataParallel, data_parallel
 
