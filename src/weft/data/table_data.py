@@ -348,9 +348,9 @@ def settled_labels(
 ) -> dict[str, Any]:
     """Return "labels", the class names in order, and "ids", the class id of each name.
 
-    The names are the values of `option`, by default the labels in the data. The folder's classes replace them if they
+    Names are the values of `option`, by default the labels in the data. The folder's classes replace them if they
     include all names (with `option`, if there are also as many), or if there is no `option` and all labels are indices
-    of the folder's classes. Names are compared with the folder's without regard to case and word separators.
+    of the folder's classes. Names are compared with the folder's without case and separators.
 
     Args:
         option: comma-separated class names, or "".
@@ -402,7 +402,7 @@ def _shown(names: list[str]) -> str:
 
 
 def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
-    """Return the class id of a label. Names may differ in case and in the separators between words.
+    """Return the class id of a label. Names may differ in case and separators.
 
     Args:
         record: the record that contains it.

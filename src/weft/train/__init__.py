@@ -44,7 +44,7 @@ __getattr__ = loads(
         "Engine": ".engine",
         "Hook": ".hooks",
         "Metric": ".tasks.base",
-        "Microbatches": ".microbatches",
+        "Microbatches": ".batches.microbatches",
         "Progress": ".hooks",
         "RunFolder": ".folder",
         "RunResult": ".rank_run",
