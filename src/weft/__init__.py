@@ -5,11 +5,15 @@ Names are imported at first use, so that `import weft` is fast and does not impo
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from weft.lazy import loads
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError("Weft runs on Linux and macOS. On Windows, install it in WSL 2.")
 
 __all__ = [
     "ClusterSpec",
@@ -28,6 +32,7 @@ __all__ = [
     "describe",
     "group_loss",
     "init",
+    "launch",
     "pool",
     "rand_like",
     "randint_like",
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
     from weft.train.script.script_run import Run, init
     from weft.train.step.train_step import TrainStep
     from weft.train.tasks.description import trace
+    from weft.verify.function_launch import launch
 
 __getattr__ = loads(
     __name__,
@@ -81,6 +87,7 @@ __getattr__ = loads(
         "init": ".train.script.script_run",
         "Run": ".train.script.script_run",
         "TrainStep": ".train.step.train_step",
+        "launch": ".verify.function_launch",
     },
 )
 
