@@ -205,7 +205,7 @@ def replaced_parameters(module: FSDPModule) -> list[tuple[torch.nn.Module, str]]
     found: list[tuple[torch.nn.Module, str]] = []
     for param in params:
         of = param._module_info
-        now = of.module._parameters.get(of.param_name)
+        now = dict(of.module.named_parameters(recurse=False, remove_duplicate=False)).get(of.param_name)
         if now is not None and all(now is not getattr(param, name, None) for name in names):
             found.append((of.module, of.param_name))
     return found

@@ -85,8 +85,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         plain = type(param) is nn.Parameter and param.layout is torch.strided and not param.is_meta and param.numel()
         if plain and not param.is_quantized:
-            start = param.storage_offset()
-            end = start + 1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
+            start = int(param.storage_offset())
+            end = start + 1 + sum(int(size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
             width = param.element_size()
             place = start * width, end * width, name, param
             regions.setdefault(param.untyped_storage().data_ptr(), []).append(place)

@@ -89,9 +89,10 @@ class FlatModel(ZeroEngine):
             hooks = LoadHooks(slots, self.wait_for_weights)
             model.register_load_state_dict_pre_hook(hooks.before)
             model.register_load_state_dict_post_hook(hooks.after)
-            apart = {slot.name: slot.param for slot in slots if slot.bucket.is_mixed}
-            why = "offload=optimizer" if self.updates_on_host else f"precision={mesh.plan.precision}"
-            ForwardWrites(model, apart, why)
+            if mesh.plan.pp == 1:  # torch calls no hooks after the forward of a stage
+                apart = {slot.name: slot.param for slot in slots if slot.bucket.is_mixed}
+                why = "offload=optimizer" if self.updates_on_host else f"precision={mesh.plan.precision}"
+                ForwardWrites(model, apart, why)
 
     def begin_step(self) -> None:
         self.check_parameters()

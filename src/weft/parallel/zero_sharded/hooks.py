@@ -393,7 +393,8 @@ class ForwardLimits:
         self._root = root
         self._paths = {id(module): path for path, module in named_modules(root)}
         self._orders, self._is_inside = orders, False
-        self._unwatched = {id(module) for _, module in units}
+        # After the forward of a stage, torch calls no hooks of the root.
+        self._unwatched = {id(module) for _, module in units if not (is_stage and module is root)}
         self._before: dict[int, dict[str, tuple[torch.Tensor, Contents]]] = {}
         for name, module in units:
             assert isinstance(module, nn.Module)
