@@ -172,6 +172,25 @@ def test_no_flipped_byte_or_cut_yields_other_values(tmp_path_factory, place, cha
                 assert one.value["ids"] == expected[one.value["text"]]
 
 
+def one_feature(listed: bytes) -> bytes:
+    return field(1, field(1, field(1, b"x") + field(2, listed)))
+
+
+def test_values_of_another_wire_type_are_refused():
+    single = struct.pack("<f", 1.5)
+    assert parse_example(one_feature(field(2, b"\x0d" + single))) == {"x": [1.5]}  # one float that is not packed
+    assert parse_example(one_feature(field(3, b"\x08\x05\x08\x06"))) == {"x": [5, 6]}
+    others = [
+        field(2, b"\x09" + bytes(8)),  # 8 bytes in a list of floats
+        field(2, b"\x08\x05"),  # an integer in a list of floats
+        field(3, b"\x0d" + single),  # a float in a list of integers
+        field(1, b"\x0d" + single),  # a float in a list of bytes
+    ]
+    for listed in others:
+        with pytest.raises(BadExample):
+            parse_example(one_feature(listed))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_example_or_refused(message):

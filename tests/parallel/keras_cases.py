@@ -97,6 +97,20 @@ def subclass(keras: Any, layers: Any) -> Any:
     return model
 
 
+def two_inputs(keras: Any, layers: Any) -> Any:
+    whole = keras.Input((16,))
+    first, second = keras.Input((8,), name="first"), keras.Input((8,), name="second")
+    mixed = layers.Concatenate()([layers.Dense(16, "tanh")(first), layers.Dense(16)(second)])
+    inner = keras.Model({"first": first, "second": second}, layers.Dense(16)(layers.Dense(32, "relu")(mixed)))
+    return keras.Model(whole, layers.Dense(CLASSES)(inner({"first": whole[:, :8], "second": whole[:, 8:]})))
+
+
+def spectral(keras: Any, layers: Any) -> Any:
+    """A wrapper that holds the kernel of its layer, and writes to it in forward."""
+    parts = (layers.SpectralNormalization(layers.Dense(16, "tanh"), name="spectral"), layers.Dense(CLASSES))
+    return keras.Sequential([keras.Input((16,)), *parts])
+
+
 def batch_norm(keras: Any, layers: Any) -> Any:
     parts = (layers.Dense(32, "relu"), layers.Dense(16), layers.BatchNormalization(), layers.Dense(CLASSES))
     return keras.Sequential([keras.Input((16,)), *parts])
@@ -107,10 +121,10 @@ def dropout(keras: Any, layers: Any) -> Any:
     return keras.Sequential([keras.Input((16,)), *parts])
 
 
-FORMS = {
-    one.__name__: one
-    for one in (dense, convolution, attention, recurrent, frozen, nested, subclass, batch_norm, dropout)
-}
+_ALL = (
+    dense, convolution, attention, recurrent, frozen, nested, subclass, batch_norm, dropout, two_inputs, spectral,
+)  # fmt: skip
+FORMS = {one.__name__: one for one in _ALL}
 
 
 def build(name: str) -> Any:

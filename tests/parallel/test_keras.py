@@ -17,11 +17,11 @@ from weft.parallel.parallelize import parallelize
 #: Keras' variables have an __array__ without numpy 2's argument `copy`.
 pytestmark = [needs_keras, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
 
-EXACT = ("dense", "convolution", "attention", "recurrent", "frozen", "nested", "subclass", "dropout")
+EXACT = ("dense", "convolution", "attention", "recurrent", "frozen", "nested", "subclass", "two_inputs", "dropout")
 PLANS = {
-    "": (*EXACT[:-1], "batch_norm"),  # dropout differs from torch's own numbers
+    "": (*EXACT[:-1], "batch_norm", "spectral"),  # dropout differs from torch's own numbers
     "dp_replicate=2": ("dense", "convolution", "dropout"),
-    "dp_shard=2 zero=1": ("attention",),
+    "dp_shard=2 zero=1": ("attention", "spectral"),
     "dp_shard=2 zero=2 accumulation=2": ("dense", "recurrent"),
     "dp_shard=2 zero=3": EXACT,
     "tp=2": ("dense", "attention", "nested", "batch_norm", "dropout"),
@@ -67,7 +67,7 @@ def check(case: tuple[str, str], found, expected) -> None:
 
 @pytest.fixture(scope="module")
 def expected():
-    found = {name: keras_cases.plain(name) for name in (*EXACT, "batch_norm")}
+    found = {name: keras_cases.plain(name) for name in (*EXACT, "batch_norm", "spectral")}
     found["dropout"] = keras_cases.trained("", "dropout")  # torch's own dropout draws other numbers
     return found
 
@@ -112,6 +112,38 @@ def test_models_that_would_train_differently_are_refused(ranks2):
         "unbuilt": "model: layer net of Sequential is not built. Call the model once with a batch, or give it "
         "an Input, before parallelize.",
     }
+
+
+class Around(torch.nn.Module):
+    """A Keras model in a torch module."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.out = layer, torch.nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        return self.out(self.layer(x))
+
+
+def refused_inside(name: str) -> str:
+    mesh = build_mesh(Plan.parse("dp_shard=2 zero=3 precision=fp64"))
+    keras_model = keras_cases.build(name)
+    try:
+        parallelize(Around(keras_model) if name == "dense" else keras_model, mesh)(keras_cases.batch(name, 0)[0])
+    except ModelError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_kernels_written_in_forward_and_keras_layers_in_torch_modules_are_refused_under_zero_3(ranks2):
+    assert ranks2.run(refused_inside, "dense")[0] == (
+        "model: layer is a Keras layer in Around, and zero=3 needs a Keras model around it. Use zero=2 and tp=1, or "
+        "put the torch modules into keras.layers.TorchModuleWrapper."
+    )
+    # Keras does not add the arguments of the layer to the message.
+    assert ranks2.run(refused_inside, "spectral")[0].startswith(
+        "parameter keras_layers.spectral._torch_params.kernel: forward writes to it, and zero=3"
+    )
 
 
 def test_fit_and_plans_without_support_are_refused(monkeypatch):

@@ -223,9 +223,41 @@ class Global(Net):
         return x @ GLOBAL[0] + self.up.bias
 
 
+class SameMemory(Net):
+    """Two parameters in the same memory, one of them transposed."""
+
+    def add_reference(self):
+        self.down.weight = nn.Parameter(self.up.weight.data.t())
+
+
+class Clamps(Net):
+    """Writes to a parameter in forward."""
+
+    def use(self, x):
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.2, 0.2)
+        return self.up(x)
+
+
+class ClampsData(Net):
+    """Writes to a parameter through `.data`, which torch does not count."""
+
+    def use(self, x):
+        self.up.weight.data.copy_(self.up.weight.data.clamp(-0.2, 0.2))
+        return self.up(x)
+
+
+class OtherWeight(Net):
+    """Calls a layer with a weight that is not its parameter."""
+
+    def use(self, x):
+        return torch.func.functional_call(self.up, {"weight": self.up.weight * 0.5}, (x,))
+
+
 STALE = [
     View, Detached, DataView, PythonList, NestedDict, Closure, Partial, DefaultArgument, InDict, KerasLike, SlotObject,
-    BufferView, NumpyView, FlatParameters, Row, ComputedOnce, BoundMethod, Decay, Global,
+    BufferView, NumpyView, FlatParameters, Row, ComputedOnce, BoundMethod, Decay, Global, SameMemory, Clamps,
+    ClampsData, OtherWeight,
 ]  # fmt: skip
 
 
@@ -304,6 +336,21 @@ class Recurrent(Net):
         return self.up(self.rnn(x[:, None])[0][:, 0])
 
 
+class Columns(Net):
+    """Parameters that are columns of one matrix."""
+
+    def add_reference(self):
+        whole = torch.randn(16, 16).double()
+        self.up.weight, self.down.weight = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:].t())
+
+
+class Scripted(Net):
+    def add_reference(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.up = torch.jit.trace(self.up, torch.zeros(1, 8).double())
+
+
 class Functional(Net):
     def use(self, x):
         return torch.func.functional_call(self.up, dict(self.up.named_parameters()), (x,))
@@ -311,7 +358,7 @@ class Functional(Net):
 
 ORDINARY = [
     Net, UnusedReference, Tied, Refreshed, Teacher, Frozen, Parametrized, OldWeightNorm, OldSpectralNorm, Recurrent,
-    Functional,
+    Functional, Columns, Scripted,
 ]  # fmt: skip
 
 
@@ -358,7 +405,11 @@ def check(plan: str, found: dict[str, dict[str, torch.Tensor] | str]) -> None:
     for kind in [*STALE, *ORDINARY]:
         answer = found[kind.__name__]
         if isinstance(answer, str):
-            assert answer.split(":")[0] in ("ModelError", "LayoutError", "TrialError"), (plan, kind, answer)
+            assert answer.split(":")[0] in ("ModelError", "PlanError", "LayoutError", "TrialError"), (
+                plan,
+                kind,
+                answer,
+            )
             # tp rejects computed weights, zero=3 weights that are read while their module is not called.
             assert kind in STALE or "tp=2: " in answer or "layout: " in answer or "zero=3: " in answer, (plan, answer)
             continue
@@ -397,6 +448,18 @@ def test_stale_references_are_named_under_zero_3(ranks2):
     }  # fmt: skip
     for kind, path in reached.items():
         assert f"is used through {path}, which" in found[kind.__name__], found[kind.__name__]
+
+
+def test_parameters_in_the_same_memory_are_refused():
+    with pytest.raises(ModelError, match=r"parameters down\.weight and up\.weight are different objects in the same"):
+        parallelize(SameMemory(), build_mesh(Plan.parse("precision=fp64")))
+
+
+@pytest.mark.parametrize("kind", [Clamps, ClampsData])
+def test_writes_that_a_master_would_undo_are_refused(kind):
+    model = parallelize(kind().float(), build_mesh(Plan.parse("precision=bf16")))
+    with pytest.raises(ModelError, match=r"parameter up\.weight: forward writes to it, and precision=bf16 updates it"):
+        model(torch.zeros(1, 8, dtype=torch.bfloat16))
 
 
 def test_stale_reference_is_rejected_in_a_user_loop():

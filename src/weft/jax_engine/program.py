@@ -55,10 +55,9 @@ def devices(number: int, platform: str = "") -> list[Any]:
         jax.config.update("jax_num_cpu_devices", max(number, LEAST_DEVICES))
     try:
         found = jax.devices()
-    except RuntimeError as error:
-        raise PlanError(
-            f"launch.device={platform}: JAX has no such device ({error}). Use launch.device=cpu."
-        ) from error
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform other than the CPU was found
+        why = f" ({str(error).partition(' (')[0].rstrip('.')})" if str(error) else ""
+        raise PlanError(f"launch.device={platform}: JAX has no such device{why}. Use launch.device=cpu.") from error
     if len(found) < number:
         raise PlanError(
             f"plan: it has {number} ranks, and JAX has {len(found)} devices here. Use a plan of {len(found)} ranks."

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.plan import Plan
-from weft.errors import ModelError, PlanError, Problem
+from weft.errors import ModelError, PlanError, Problem, WeftError
 
 _ADOPTED = "_weft_keras"
 #: Names under which a layer's inner layers and its own variables are registered.
@@ -67,6 +67,18 @@ def is_keras(model: nn.Module) -> bool:
     return keras is not None and isinstance(model, getattr(keras, "Layer", ()))
 
 
+def refuse_other_models(model: Any) -> None:
+    """Raise ModelError for a model that is no torch module, such as one of Keras on another backend."""
+    if isinstance(model, nn.Module):
+        return
+    keras: Any = sys.modules.get("keras")
+    if keras is not None and isinstance(model, keras.Layer):
+        raise ModelError(
+            f"model: Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND=torch before importing it."
+        )
+    raise ModelError(f"model of type {type(model).__name__}: it is not a torch.nn.Module. Give the model itself.")
+
+
 def is_keras_dropout(module: Any) -> bool:
     """Return True for a Dropout layer of Keras that calls torch's dropout, which it does without a seed."""
     return (
@@ -90,10 +102,15 @@ def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: 
     Raises:
         PlanError: if the plan has a technique that does not support Keras models.
         ModelError: if the model is not built, or its results would differ from one process. These are seeds of Keras
-            and batch norms on several data ranks, and constraints. Also if Keras uses another backend or device.
+            and batch norms on several data ranks, and constraints. Also if Keras uses another backend or device, or
+            under zero=3 and tp, if a Keras layer is inside another model.
     """
-    if not is_keras(model) or _ADOPTED in model.__dict__:
+    if not is_keras(model):
+        _check_inner(model, plan, data_ranks)
         return
+    if _ADOPTED in model.__dict__:
+        return
+    _keep_messages()
     _check_plan(plan)
     layers: list[Any] = list(_layers(model))
     _check_keras(plan, device)
@@ -103,7 +120,7 @@ def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: 
         layer._modules.pop(VARIABLES, None)
     owned: set[int] = set()
     for layer in layers:
-        layer._modules[VARIABLES] = holder = _holder_of(layer)
+        layer._modules[VARIABLES] = holder = _holder_of(layer, owned)
         trained = {id(variable) for variable in layer._trainable_variables}
         for variable in _own_variables(layer):
             if id(variable) not in owned:
@@ -134,9 +151,31 @@ def _layers(model: Any) -> Iterator[Any]:
             yield layer
 
 
-def _holder_of(layer: Any) -> KerasVariables:
+def _keep_messages() -> None:
+    """Keep Keras from replacing Weft's errors by others that add the arguments of the layer to the message."""
+    setattr(WeftError, "_keras_call_info_injected", True)  # noqa: B010 - Keras' mark of errors that it has replaced
+
+
+def _check_inner(model: nn.Module, plan: Plan, data_ranks: int) -> None:
+    """Check Keras layers inside a model that is not a Keras layer: their variables keep their own tensors."""
+    for path, module in model.named_modules():
+        if not is_keras(module):
+            continue
+        _keep_messages()
+        if plan.zero == 3 or plan.tp > 1:
+            field = "zero=3" if plan.zero == 3 else f"tp={plan.tp}"
+            raise ModelError(
+                f"model: {path} is a Keras layer in {type(model).__name__}, and {field} needs a Keras model around it. "
+                "Use zero=2 and tp=1, or put the torch modules into keras.layers.TorchModuleWrapper."
+            )
+        _check_layer(module, type(model).__name__, data_ranks)
+
+
+def _holder_of(layer: Any, owned: set[int]) -> KerasVariables:
+    """Return an empty holder. owned: ids of variables of outer layers, such as the kernel in SpectralNormalization."""
     keras: Any = sys.modules["keras"]
     is_plain = type(layer).call is keras.layers.Dense.call and len(layer._trainable_variables) == 1 + layer.use_bias
+    is_plain = is_plain and not any(id(variable) in owned for variable in layer._trainable_variables)
     is_plain = is_plain and layer.compute_dtype == layer.variable_dtype and layer.quantization_mode is None
     return KerasConv1D() if is_plain else KerasVariables()
 
@@ -169,10 +208,6 @@ def _check_plan(plan: Plan) -> None:
 
 def _check_keras(plan: Plan, device: torch.device) -> None:
     keras: Any = sys.modules["keras"]
-    if keras.backend.backend() != "torch":
-        raise ModelError(
-            f"model: Keras runs on {keras.backend.backend()}. Set KERAS_BACKEND=torch before importing it."
-        )
     used = torch.device(keras.src.backend.torch.core.get_device()).type
     if used != device.type:
         raise ModelError(f"model: Keras uses {used}, and the run {device.type}. Set KERAS_TORCH_DEVICE={device.type}.")

@@ -20,7 +20,7 @@ from weft.memory.recompute import apply_recompute
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.find_layout import expect_parts_named
 from weft.models.inspect.token_flow import TokenRegions
-from weft.models.keras_model import adopt_keras
+from weft.models.keras_model import adopt_keras, refuse_other_models
 from weft.parallel.batch_norm.norm_groups import group_norms, norm_groups_of
 from weft.parallel.choose_engine import build_engine
 from weft.parallel.compile_blocks import compile_blocks, register_operators, warn_of_uncompiled
@@ -40,6 +40,7 @@ from weft.parallel.local_means import refuse_frequencies, watch_local_means
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.replicas.local_sgd import attach_local_sgd
 from weft.parallel.state.flat_slices import Original, dtype_growth_warning, originals_of
+from weft.parallel.state.forward_writes import refuse_shared_memory
 from weft.parallel.state.gradients import DataParallel, attach, is_attached
 from weft.parallel.state.materialize import guard_model, move
 from weft.parallel.state.placement import Placement, merge_placements
@@ -310,9 +311,11 @@ def parallelize(
         PlanError: if the plan does not fit the model.
         CommError: if ranks built different models.
     """
+    refuse_other_models(model)
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
     adopt_keras(model, mesh.plan, mesh.device, mesh.data.size)
+    refuse_shared_memory(model)
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
     _warn_of_growth(before, mesh)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)

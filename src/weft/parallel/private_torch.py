@@ -198,6 +198,19 @@ def gathered_parts(module: FSDPModule) -> list[list[tuple[torch.Size, torch.nn.M
     return [[(one.padded_sharded_param_size, of.module, of.param_name) for one, of in group] for group in every]
 
 
+def replaced_parameters(module: FSDPModule) -> list[tuple[torch.nn.Module, str]]:
+    """Return the modules and names of a unit's parameters in whose place a module has another tensor now."""
+    params = [param for group in _groups(module) for param in group.fsdp_params]
+    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    found: list[tuple[torch.nn.Module, str]] = []
+    for param in params:
+        of = param._module_info
+        now = dict(of.module.named_parameters(recurse=False, remove_duplicate=False)).get(of.param_name)
+        if now is not None and all(now is not getattr(param, name, None) for name in names):
+            found.append((of.module, of.param_name))
+    return found
+
+
 def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:
     """Make a unit keep secondary shards (ZeRO++ hpZ) between forward and backward, over the last dim of a 2-D mesh.
 

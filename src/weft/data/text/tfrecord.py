@@ -168,8 +168,8 @@ def parse_example(message: bytes, columns: Collection[str] | None = None) -> dic
     return features
 
 
-def _message(value: int | memoryview) -> memoryview:
-    if isinstance(value, int):
+def _message(value: float | memoryview) -> memoryview:
+    if not isinstance(value, memoryview):
         raise BadExample
     return value
 
@@ -186,14 +186,14 @@ def _values(feature: memoryview) -> list[Any]:
             raise BadExample
         if number == 1:
             values.append(_text(bytes(_message(part))))
+        elif number == 2:
+            if not isinstance(part, memoryview | float) or (isinstance(part, memoryview) and len(part) % 4):
+                raise BadExample
+            values += [part] if isinstance(part, float) else np.frombuffer(part, "<f4").tolist()
         elif isinstance(part, int):
             values.append(_signed(part))
-        elif number == 2:
-            if len(part) % 4:
-                raise BadExample
-            values += np.frombuffer(part, "<f4").tolist()
         else:
-            values += _packed(part)
+            values += _packed(_message(part))
     return values
 
 
@@ -225,8 +225,11 @@ def _packed(part: memoryview) -> list[int]:
     return np.bitwise_or.reduceat(bits, starts).view(np.int64).tolist()
 
 
-def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield the number and value of each field: an integer, or bytes of a string, message, list or fixed number."""
+def _fields(message: memoryview) -> Iterator[tuple[int, float | memoryview]]:
+    """Yield the number and value of each field: an integer, a float of 4 bytes, or bytes of a string, message or list.
+
+    Raises BadExample for other kinds of fields, which an Example does not have.
+    """
     place = 0
     while place < len(message):
         key, place = _varint(message, place)
@@ -237,13 +240,14 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
             continue
         if kind == 2:
             size, place = _varint(message, place)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
+        elif kind == 5:
+            size = 4
         else:
             raise BadExample
         if place + size > len(message):
             raise BadExample
-        yield key >> 3, message[place : place + size]
+        part = message[place : place + size]
+        yield key >> 3, part if kind == 2 else float(np.frombuffer(part, "<f4")[0])
         place += size
 
 

@@ -125,7 +125,8 @@ def _is_repeated(entries: nn.ModuleDict) -> bool:
 
 def is_never_called(module: nn.Module) -> bool:
     """Return True if a module has no forward: ModuleList, ModuleDict, ParameterList and classes without one."""
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    # TorchScript's classes have a `forward` that only instances can read.
+    return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module)
 
 
 def _is_in_sequential(site: Site) -> bool:

@@ -432,7 +432,7 @@ def _of_other_sizes(example: Any) -> list[Any]:
 
 def _only(example: Any) -> torch.Tensor | None:
     found: list[Any] = list(example) if is_placed(example) else []
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 and isinstance(found[0], torch.Tensor) else None
 
 
 def _with_more(model: nn.Module, example: Any) -> list[Any]:

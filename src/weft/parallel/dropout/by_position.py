@@ -217,7 +217,7 @@ def _has_known_hooks(module: nn.Module) -> bool:
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module]:
-    if type(module).forward is nn.Dropout.forward:
+    if isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
         return PositionDropout
     if isinstance(module, nn.RNNBase):
         return RecurrentDropout

@@ -89,7 +89,7 @@ def drops_itself(module: nn.Module) -> bool:
     It is an nn.Dropout, has a positive rate as an attribute such as `attention_dropout`, or is an attention class with
     an nn.Dropout in such an attribute.
     """
-    if type(module).forward is nn.Dropout.forward:
+    if isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
         rate: Any = module.p
         return rate > 0
     kind = type(module).__name__.lower()

@@ -19,6 +19,7 @@ from weft.memory.offload import Host
 from weft.optim.step_decision import StepDecision, clip_factor, global_norm
 from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
+from weft.parallel.state.forward_writes import ForwardWrites
 from weft.parallel.state.placement import Placement
 from weft.parallel.zero.engine import Phase, ZeroEngine, find_optimizers, step_by_decision, watch_steps
 from weft.parallel.zero_flat.buckets import Bucket
@@ -88,6 +89,10 @@ class FlatModel(ZeroEngine):
             hooks = LoadHooks(slots, self.wait_for_weights)
             model.register_load_state_dict_pre_hook(hooks.before)
             model.register_load_state_dict_post_hook(hooks.after)
+            if mesh.plan.pp == 1:  # torch calls no hooks after the forward of a stage
+                apart = {slot.name: slot.param for slot in slots if slot.bucket.is_mixed}
+                why = "offload=optimizer" if self.updates_on_host else f"precision={mesh.plan.precision}"
+                ForwardWrites(model, apart, why)
 
     def begin_step(self) -> None:
         self.check_parameters()

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
-from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_gather, start_all_reduce
 from weft.comm.mesh import Axis
@@ -37,11 +36,13 @@ from weft.parallel.private_torch import (
     forget_forward,
     fsdp_state,
     gathered_parts,
+    replaced_parameters,
     wrap_forward_hooks,
 )
+from weft.parallel.state.forward_writes import Contents
 from weft.parallel.zero.engine import step_by_decision, steps_in_parts
 from weft.parallel.zero_sharded.shards import Shard
-from weft.private_torch import graph_task, named_modules, tree_map, uncompiled, version_of, without_modes
+from weft.private_torch import graph_task, named_modules, tree_map, uncompiled, without_modes
 
 #: Without optimizer steps (as in evaluation) operations accumulate. Beyond this number no record is kept.
 _MOST = 1 << 16
@@ -374,15 +375,12 @@ class StagePasses:
 # Restrictions of forward under zero=3: no writes to parameters, and no gradients through units computed in it.
 
 
-#: A parameter, with its number of writes and its address when forward began.
-_Written = tuple[torch.Tensor, int, int]
-
-
 class ForwardLimits:
     """Raises ModelError for gradients through units computed in forward, and for writes to parameters in forward.
 
-    Writes are checked in the first training forward of each unit. Under a pipeline, the forward of a stage ends with an
-    exception of the runtime, after which torch calls no hooks. Gradients in forward are then not detected.
+    Writes are checked in the first training forward of each unit, and values that replace its parameters for one call
+    in each forward. Under a pipeline, the forward of a stage ends with an exception of the runtime, after which torch
+    calls no hooks. Gradients in forward are then not detected.
 
     Before the first step, forwards run on a few samples, and a rank that calls more units than the others would wait
     for them. Until the first step, ranks therefore also compare their operations at the end of each forward. units:
@@ -395,12 +393,15 @@ class ForwardLimits:
         self._root = root
         self._paths = {id(module): path for path, module in named_modules(root)}
         self._orders, self._is_inside = orders, False
-        self._unwatched = {id(module) for _, module in units}
-        self._before: dict[int, dict[str, _Written]] = {}
+        # After the forward of a stage, torch calls no hooks of the root.
+        self._unwatched = {id(module) for _, module in units if not (is_stage and module is root)}
+        self._before: dict[int, dict[str, tuple[torch.Tensor, Contents]]] = {}
         for name, module in units:
             assert isinstance(module, nn.Module)
             if not is_stage:
                 before_backward_of(module, self._refusing(name or type(root).__name__))
+            # Before fully_shard's own hook, which gathers the unit's parameters into the modules.
+            module.register_forward_pre_hook(uncompiled(self._refuse_others), prepend=True)
             module.register_forward_pre_hook(uncompiled(self._enter))
             module.register_forward_hook(uncompiled(self._leave), prepend=True, always_call=True)
 
@@ -424,7 +425,17 @@ class ForwardLimits:
         if module is self._root:
             self._is_inside = True
         if id(module) in self._unwatched and self._root.training and graph_task() == -1:
-            self._before[id(module)] = {name: _state(param) for name, param in self._params(module)}
+            self._before[id(module)] = {name: (param, Contents.of(param)) for name, param in self._params(module)}
+
+    def _refuse_others(self, module: nn.Module, args: Any) -> None:
+        del args
+        assert isinstance(module, FSDPModule)
+        for owner, name in replaced_parameters(module):
+            path = ".".join(filter(None, (self._paths.get(id(owner), ""), name)))
+            raise ModelError(
+                f"zero=3: forward gives {path} another value for one call, as torch.func.functional_call does, and "
+                "zero=3 would replace it with the parameter. Use zero=2."
+            )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         del args
@@ -436,8 +447,8 @@ class ForwardLimits:
         if before is None or output is None:  # None: forward raised
             return
         now = dict(self._params(module))
-        for name, (param, *was) in before.items():
-            if now.get(name) is param and was != [*_state(param)[1:]]:
+        for name, (param, was) in before.items():
+            if now.get(name) is param and was != Contents.of(param):
                 raise ModelError(
                     f"parameter {name}: forward writes to it, and zero=3 has it only while a module is called, so the "
                     "values are lost. Write to parameters between steps, use a parametrization, or use zero=2."
@@ -450,8 +461,3 @@ class ForwardLimits:
         assert isinstance(module, FSDPModule)
         parts = [(owner, name) for group in gathered_parts(module) for _, owner, name in group]
         return [(f"{self._paths.get(id(owner), '')}.{name}", getattr(owner, name)) for owner, name in parts]
-
-
-def _state(param: torch.Tensor) -> _Written:
-    local = param.to_local() if isinstance(param, DTensor) else param
-    return param, version_of(param), local.data_ptr()

@@ -309,6 +309,8 @@ def shard_units(
         raise PlanError(
             f"zero=3: parameter {empty[0]} has no elements, and fully_shard cannot reduce such a gradient. Use zero=2."
         )
+    if scripts := [str(unit) for unit in units if isinstance(unit.module, torch.jit.ScriptModule)]:
+        raise PlanError(f"zero=3: {scripts[0]} is compiled by TorchScript, which fully_shard cannot wrap. Use zero=2.")
     sizes = [(str(unit), sum(param.numel() for param in own)) for unit, own in zip(units, owned, strict=True)]
     on_host = choose(sizes, mesh.plan.offload_share("params"))
     reshard, second = mesh.plan.reshard.partition(":")[0], _second_mesh(mesh)

@@ -38,6 +38,7 @@ from weft.data.order.user_dataloader import ShardedLoader
 from weft.data.order.user_stream import StreamLoader
 from weft.errors import ConfigError, PlanError, did_you_mean
 from weft.memory.offload import MOST_OF_HOST
+from weft.models.keras_model import refuse_other_models
 from weft.monitor.guards import GarbageTurns
 from weft.optim.build import options_of
 from weft.optim.table_optimizer import TableOptimizer
@@ -326,6 +327,7 @@ class Run(ScriptState):
 def _parallelize(
     model: nn.Module, mesh: Mesh, balance_rate: float, outer_lr: float, outer_momentum: float, **options: Any
 ) -> None:
+    refuse_other_models(model)
     refuse_float64(model, mesh.plan)
     if balance_rate:
         balance_routers(model, balance_rate)
