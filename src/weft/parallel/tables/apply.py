@@ -19,7 +19,7 @@ from weft.models.initialize import initialise_parameter
 from weft.models.inspect.blocks import replace_class
 from weft.parallel.state.precision import Precision
 from weft.parallel.tables.lookup import TableBag, TableEmbedding
-from weft.parallel.tables.table import Table, starts_of
+from weft.parallel.tables.table import LookupQueue, Table, starts_of
 from weft.private_torch import named_modules
 
 _KINDS = {nn.Embedding: TableEmbedding, nn.EmbeddingBag: TableBag}
@@ -41,12 +41,12 @@ def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout) -> list[Table]:
     modules, axis, precision = _named_tables(model, layout), mesh.data, Precision.of(mesh.plan)
     owners = _owners(modules, axis.size)
     _expect_same(modules, axis, mesh.device)
-    tables: list[Table] = []
+    tables, queue = list[Table](), LookupQueue()
     for path, (module, style) in modules.items():
         full = module.get_parameter("weight")
         shape = (full.shape[0], full.shape[1])
         starts = starts_of(style, shape, axis.size, owners.get(path, 0))
-        table = Table(f"{path}.weight", module, style, axis, starts, full, shape, precision.compute)
+        table = Table(f"{path}.weight", module, style, axis, starts, full, shape, precision.compute, queue)
         if full.is_meta:
             part = torch.empty(table.part_of(full).shape, dtype=precision.master, device="meta")
         else:

@@ -22,7 +22,7 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.placement import Placement
 from weft.parallel.tables.apply import materialize_tables, outside_model
 from weft.parallel.tables.exchange import exchange_gradients, mean_squares
-from weft.parallel.tables.lookup import refuse_weight
+from weft.parallel.tables.lookup import open_lookups, refuse_weight
 from weft.parallel.tables.table import Table
 from weft.parallel.zero_flat.model import FlatModel
 
@@ -79,7 +79,7 @@ class TableModel(FlatModel):
         materialize_tables(tables, seed, filled_later, mesh.device)
         with outside_model(tables):
             super().__init__(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
-        self.tables = tables
+        self.tables, self.queue = tables, tables[0].queue
         self._updates: dict[torch.optim.Optimizer, list[TableUpdate]] = {}
         self._square = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._factor = 1.0
@@ -90,6 +90,7 @@ class TableModel(FlatModel):
     def begin_step(self) -> None:
         super().begin_step()
         self._factor = 1.0
+        self.queue.most = 0
         for table in self.tables:
             table.calls, table.rows, table.grads = [], None, None
             if table.module.weight is not table.weight or not table.weight.requires_grad:
@@ -100,14 +101,8 @@ class TableModel(FlatModel):
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        for table in self.tables:
-            table.is_open = True
-        try:
-            with super().microbatch(last):
-                yield
-        finally:
-            for table in self.tables:
-                table.is_open = False
+        with super().microbatch(last), open_lookups(self.queue):
+            yield
         for table in self.tables:
             if table.weight.grad is not None:
                 table.weight.grad = None

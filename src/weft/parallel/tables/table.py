@@ -6,7 +6,7 @@ N rows and D columns of the full table, C columns of a rank's part, R ranks, U u
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -33,7 +33,6 @@ class TableCall:
         wanted: rows of this rank's part that ranks requested, in order of the ranks. For style replicate, the unique
             ids.
         send, receive: number of ids requested from each rank, and by each rank.
-        most: maximum number of ids that any rank requests from another.
         grad: gradient of `leaf`, (U, D).
     """
 
@@ -41,7 +40,6 @@ class TableCall:
     wanted: Tensor
     send: list[int]
     receive: list[int]
-    most: int
     grad: Tensor | None = None
 
     def take_gradient(self) -> None:
@@ -49,6 +47,48 @@ class TableCall:
         if self.leaf is not None:
             self.grad = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
             self.leaf = None
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """One call of a table's module, whose rows are fetched when its result is used.
+
+    Attributes:
+        table: the table.
+        unique_U: the unique ids, ascending.
+        index: position of each id of the input in `unique_U`, with the input's shape.
+        finish: returns the module's result from the rows.
+        trains: True if the result has gradients.
+        rows_UD: rows of the unique ids, or None until they are fetched.
+        result: the module's result, or None until the rows are fetched.
+        placeholder: the tensor that the module returned, or None if it returned `result`.
+    """
+
+    table: Table
+    unique_U: Tensor
+    index: Tensor
+    finish: Callable[[Lookup], Tensor]
+    trains: bool
+    rows_UD: Tensor | None = None
+    result: Tensor | None = None
+    placeholder: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LookupQueue:
+    """Lookups of all tables of a model.
+
+    Attributes:
+        is_open: True in a microbatch of a train step, in which lookups may have gradients.
+        waiting: lookups whose rows are not fetched yet, in order of the calls.
+        deferred: lookups of the microbatch that returned a placeholder.
+        most: maximum number of elements of gradients that any rank sends to another after the microbatches so far.
+    """
+
+    is_open: bool = False
+    waiting: list[Lookup] = field(default_factory=list[Lookup])
+    deferred: list[Lookup] = field(default_factory=list[Lookup])
+    most: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +104,8 @@ class Table:
         weight: this rank's part, (rows, C).
         full_shape: (N, D).
         compute: dtype of the lookup's result.
+        queue: lookups of all tables of the model.
         calls: lookups of the current step.
-        is_open: True in a microbatch of a train step, in which lookups may have gradients.
         rows, grads: after `exchange_gradients`, rows of this rank's part that the step read, and their gradients.
     """
 
@@ -77,8 +117,8 @@ class Table:
     weight: nn.Parameter
     full_shape: tuple[int, int]
     compute: torch.dtype
+    queue: LookupQueue
     calls: list[TableCall] = field(default_factory=list[TableCall])
-    is_open: bool = False
     rows: Tensor | None = None
     grads: Tensor | None = None
 
@@ -96,8 +136,8 @@ class Table:
 
     @property
     def tag(self) -> int:
-        """A number of 22 bits from the name, by which ranks notice that they look up different tables."""
-        return zlib.crc32(self.name.encode()) & (2**22 - 1)
+        """A number from 1 to 2**22 - 1 from the name, by which ranks notice that they look up different tables."""
+        return zlib.crc32(self.name.encode()) & (2**22 - 1) or 1
 
     @property
     def dim(self) -> int | None:
@@ -125,6 +165,10 @@ class Table:
         return index - low if low <= index < high else None
 
     # --- values ---
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Return rows of this rank's part, (M, C). rows: their indices, (M,)."""
+        return self.weight.detach().index_select(0, rows)
 
     def part_of(self, full: Tensor) -> Tensor:
         """Return a view of this rank's part of a full tensor."""
