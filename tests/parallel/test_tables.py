@@ -48,6 +48,9 @@ LAYOUTS = [
     "{user,item,genre,seen,tags}=one",
     "{user,seen}=replicate {item,genre,tags}=rows",
     "{user,seen}=columns {item,genre,tags}=rows",
+    "{user,item,genre,seen,tags}=host",
+    "{user,seen}=host {item,tags}=columns genre=replicate",
+    "{user,seen}=host {item,tags}=rows genre=one",
 ]
 TWO = ["dp_replicate=2", "dp_shard=2 zero=2 accumulation=2", "dp_shard=2 zero=1 accumulation=5"]
 FOUR = ["dp_replicate=2 dp_shard=2 zero=1", "dp_replicate=4 accumulation=2", "dp_shard=4 zero=2 accumulation=4"]

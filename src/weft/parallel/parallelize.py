@@ -45,7 +45,8 @@ from weft.parallel.state.materialize import guard_model, move
 from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
-from weft.parallel.tables.apply import shard_tables
+from weft.parallel.tables.apply import outside_model, shard_tables
+from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.table import Table
 from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, shard_tensors
 from weft.parallel.tiled_mlp import tile_mlps
@@ -85,6 +86,7 @@ class Application:
     full_samples: FullSamplesPlan | None = None
     placements: dict[str, Placement] = field(default_factory=dict)
     host: Host | None = None
+    host_tables: HostSettings = HostSettings()
     tables: list[Table] = field(default_factory=list[Table])
 
     @property
@@ -144,7 +146,12 @@ def _check_full_model(run: Application) -> None:
 
 def _shard_tables(run: Application) -> None:
     assert run.layout is not None
-    run.tables, run.layout = shard_tables(run.model, run.mesh, run.layout), None
+    run.tables, run.layout = shard_tables(run.model, run.mesh, run.layout, run.host_tables), None
+
+
+def _move(run: Application) -> None:
+    with outside_model([table for table in run.tables if table.host is not None]):
+        move(run.model, run.mesh.device)
 
 
 def _choose_float8(run: Application) -> None:
@@ -234,7 +241,7 @@ FINISH = (
     Technique(lambda run: use_float8(run.model), when=lambda run: run.plan.precision == "fp8"),
     Technique(lambda run: group_norms(run.model, run.mesh, run.norm_group), when=lambda run: run.norm_group != 0),
     Technique(_defer_weight_gradients, when=lambda run: run.plan.pp > 1),
-    Technique(lambda run: move(run.model, run.mesh.device)),
+    Technique(_move),
     Technique(lambda run: tile_mlps(run.model, run.plan.mlp_tiles), when=lambda run: run.plan.mlp_tiles > 1),
     # Compiled blocks include recomputation, so recompute comes before compilation.
     Technique(lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"])),
@@ -286,6 +293,7 @@ def parallelize(
     fp8_recipe: str = "rowwise",
     example: Any = None,
     noise: tuple[str, float] | None = None,
+    host_tables: HostSettings = HostSettings(),  # noqa: B008
 ) -> nn.Module:
     """Apply the mesh's plan to `model`, in place, before its optimizer exists. Returns the same module.
 
@@ -303,6 +311,7 @@ def parallelize(
         fp8_recipe: with precision=fp8, "rowwise" or "tensorwise" scales.
         example: arguments of a forward with which tp, sp and cp trace the model, or None to generate them.
         noise: path of the input embedding and largest noise on its output in training, or None.
+        host_tables: cache and folder of embedding tables with style host.
 
     Raises:
         ModelError: if the model was already parallelized, or the plan does not support it.
@@ -316,6 +325,7 @@ def parallelize(
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
     _warn_of_growth(before, mesh)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
+    run.host_tables = host_tables
     run.full_samples = _full_samples(model, replica, example) if placements is None else None
     _apply(PREPARE, run)
     if placements is None:

@@ -18,6 +18,7 @@ from weft.models.adapters import adapted
 from weft.models.initialize import initialise_parameter
 from weft.models.inspect.blocks import replace_class
 from weft.parallel.state.precision import Precision
+from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.lookup import TableBag, TableEmbedding
 from weft.parallel.tables.table import LookupQueue, Table, starts_of
 from weft.private_torch import named_modules
@@ -25,8 +26,11 @@ from weft.private_torch import named_modules
 _KINDS = {nn.Embedding: TableEmbedding, nn.EmbeddingBag: TableBag}
 
 
-def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout) -> list[Table]:
+def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: HostSettings) -> list[Table]:
     """Replace the tables that a layout names by this rank's parts. All ranks call it. Modifies the model.
+
+    Args:
+        host: settings of tables with style host.
 
     Raises:
         PlanError: if the plan does not support tables.
@@ -47,6 +51,7 @@ def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout) -> list[Table]:
         shape = (full.shape[0], full.shape[1])
         starts = starts_of(style, shape, axis.size, owners.get(path, 0))
         table = Table(f"{path}.weight", module, style, axis, starts, full, shape, precision.compute, queue)
+        table.host = host if style == "host" else None
         if full.is_meta:
             part = torch.empty(table.part_of(full).shape, dtype=precision.master, device="meta")
         else:
@@ -157,7 +162,7 @@ def materialize_tables(tables: Sequence[Table], seed: int | None, filled_later: 
         weight = table.weight
         if not weight.is_meta:
             continue
-        part = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        part = table.empty(weight.shape, weight.dtype, device)
         if not filled_later:
             if seed is None:
                 raise ModelError(f"parameter {table.name!r}: it is on the meta device. Give seed= to make its values.")

@@ -65,7 +65,9 @@ def result_of(lookup: Lookup) -> Tensor:
 def fetch_waiting(queue: LookupQueue) -> None:
     """Fetch the rows of the waiting lookups, as many as all ranks wait for. All ranks call it."""
     waiting = queue.waiting
-    calls, most = request_rows([one.table for one in waiting], [one.unique_U for one in waiting])
+    calls, most = request_rows(
+        [one.table for one in waiting], [one.unique_U for one in waiting], [one.trains for one in waiting]
+    )
     if any(one.trains for one in waiting[: len(calls)]):
         queue.most += most
     for lookup, call in zip(waiting[: len(calls)], calls, strict=True):

@@ -47,10 +47,22 @@ class TableUpdate:
         if table.rows is None or table.grads is None:
             return
         squares = mean_squares(table) if self.rule.needs_mean_squares else None
-        self.rule.update(
-            table.weight.detach(), self.states, table.rows, table.grads * factor, lr=float(self.group["lr"]),
-            step=self.step, mean_squares_R=None if squares is None else squares * factor**2,
-        )  # fmt: skip
+        grads, squares = table.grads * factor, None if squares is None else squares * factor**2
+        lr = float(self.group["lr"])
+        if table.cache is None:
+            self.rule.update(
+                table.weight.detach(), self.states, table.rows, grads, lr=lr, step=self.step, mean_squares_R=squares
+            )
+            return
+
+        def change(tensors: list[torch.Tensor], rows: torch.Tensor, mine: torch.Tensor) -> None:
+            weight, *states = tensors
+            self.rule.update(
+                weight, dict(zip(self.states, states, strict=True)), rows, grads[mine], lr=lr, step=self.step,
+                mean_squares_R=None if squares is None else squares[mine],
+            )  # fmt: skip
+
+        table.cache.update(table.rows, list(self.states.values()), change)
 
 
 class TableModel(FlatModel):
@@ -77,6 +89,8 @@ class TableModel(FlatModel):
             assert isinstance(weight, nn.Parameter)
             table.weight = weight
         materialize_tables(tables, seed, filled_later, mesh.device)
+        for table in tables:
+            table.open_cache(mesh.device)
         with outside_model(tables):
             super().__init__(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
         self.tables, self.queue = tables, tables[0].queue
@@ -176,7 +190,7 @@ class TableModel(FlatModel):
             for param in members:
                 optimizer.state.pop(param, None)
                 table = tables[id(param)]
-                found.append(TableUpdate(table, rule, group, rule.states(table.weight.detach())))
+                found.append(TableUpdate(table, rule, group, table.states(rule)))
         self._updates[optimizer] = found
 
     # --- full tensors ---
@@ -192,6 +206,7 @@ class TableModel(FlatModel):
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         yield from super().counted_weights()
         for table in self.tables:
+            table.flush()
             yield table.weight.detach(), table.axis.size if table.dim is None else 1
 
     # --- checkpoints ---
@@ -199,12 +214,14 @@ class TableModel(FlatModel):
     def model_slices(self) -> Iterator[FlatSlice]:
         yield from super().model_slices()
         for table in self.tables:
+            table.flush()
             yield from table.slice_of(table.name, table.weight, self.axes)
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
         yield from super().state_slices(optimizer)
         for update in self._updates[optimizer]:
             table = update.table
+            table.flush()
             for key, value in update.states.items():
                 yield from table.slice_of(f"{table.name}/{key}", value, self.axes)
             yield single_rank_slice(f"{table.name}/{_STEP}", torch.tensor(float(update.step)), table.axis.ranks[0])
@@ -219,6 +236,7 @@ class TableModel(FlatModel):
     @torch.no_grad()
     def _load(self, update: TableUpdate, source: StateSource) -> None:
         table = update.table
+        table.flush()
         saved = {name for name in source.entries if name.startswith(f"{table.name}/")}
         if not saved and not (update.states and source.entries):  # saved without states, or before the first step
             return

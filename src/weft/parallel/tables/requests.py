@@ -26,14 +26,16 @@ _AT_ONCE = 64
 
 
 def local_rows(table: Table, unique_U: Tensor) -> TableCall:
-    """Look up unique ids in a table that this rank holds in full. Raises ModelError for an id out of range."""
+    """Look up unique ids in a replicated table. Raises ModelError for an id out of range."""
     if bool(_is_outside(table, unique_U)):
         _refuse_own(table, unique_U)
-    return TableCall(table.read(unique_U), unique_U, [], [])
+    return TableCall(table.read(unique_U, False), unique_U, [], [])
 
 
 @torch.no_grad()
-def request_rows(tables: Sequence[Table], ids: Sequence[Tensor]) -> tuple[list[TableCall], int]:
+def request_rows(
+    tables: Sequence[Table], ids: Sequence[Tensor], trains: Sequence[bool]
+) -> tuple[list[TableCall], int]:
     """Fetch the rows of several lookups from the ranks that hold them. All ranks of the axis call it.
 
     It fetches as many as every rank waits for. A rank whose forward uses the first rows earlier waits for fewer.
@@ -41,6 +43,7 @@ def request_rows(tables: Sequence[Table], ids: Sequence[Tensor]) -> tuple[list[T
     Args:
         tables: the table of each lookup, all over one axis. None is replicated.
         ids: the unique ids of each lookup in ascending order, (U,) int64.
+        trains: for each lookup, True if it has gradients.
 
     Returns:
         The first lookups, at least one, and the most elements of rows that any rank sends to another.
@@ -71,7 +74,7 @@ def request_rows(tables: Sequence[Table], ids: Sequence[Tensor]) -> tuple[list[T
         if table.dim == 0:
             one.sub_(table.span[0])
 
-    rows = [table.read(one).view(-1) for table, one in zip(tables, wanted, strict=True)]
+    rows = [table.read(one, each).view(-1) for table, one, each in zip(tables, wanted, trains, strict=False)]
     flat = all_to_all(
         by_rank([split(one, sizes) for one, sizes in zip(rows, to_send, strict=True)]),
         axis, send=totals(to_send), receive=totals(to_receive), most=most_rows,
