@@ -3,10 +3,14 @@
     python benchmarks/tables.py                          26 tables of 10 k to 1 M rows of 32, 2 ranks, style rows
     python benchmarks/tables.py --ranks 4 --layout columns --optimizer rowwise_adagrad
     python benchmarks/tables.py --shrink 10              tables of a tenth of the rows
+    python benchmarks/tables.py --rival torchrec         TorchRec with FBGEMM's kernels instead, if it is installed
+    python benchmarks/tables.py --host FOLDER            one table of 10 M rows of 64 in mapped files of FOLDER, and in
+                                                         memory, on one rank
 
 Ids follow a Zipf distribution with exponent 1.05. Both sides train with Adagrad, or Weft's tables with --optimizer.
-Printed: median seconds of a step on rank 0 and their ratio, bytes sent over bytes of unique rows on other ranks (both
-ways), and peak bytes of live tensors over this rank's share of weights and states.
+Printed: seconds of a step on rank 0 as median and minimum, CPU seconds of all threads, and their ratios; bytes sent
+over bytes of unique rows on other ranks (both ways), and peak bytes of live tensors over this rank's share of weights
+and states.
 """
 
 from __future__ import annotations
@@ -112,6 +116,47 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"ours": ours[2:], "theirs": theirs[2:], "sent": sent, "rows": 2 * remote, "peak": live.peak, "share": share}
 
 
+HOST_ROWS, HOST_WIDTH, HOST_IDS = 10_000_000, 64, 26
+
+
+class OneTable(nn.Module):
+    """The mean of a sample's rows, and a small network."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.table = nn.EmbeddingBag(rows, HOST_WIDTH, mode="mean")
+        self.top = nn.Sequential(nn.Linear(HOST_WIDTH, 128), nn.ReLU(), nn.Linear(128, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.table(ids)).squeeze(1)
+
+
+def measure_host(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Time steps with a table in mapped files and in memory, in turn."""
+    rows, plan, sides = HOST_ROWS // options.shrink, Plan(), dict[str, Any]()
+    tail = (torch.arange(1, rows + 1, dtype=torch.float64) ** -ZIPF).cumsum(0)
+    rng = torch.Generator().manual_seed(0)
+    for style in ("host", "rows"):
+        with torch.device("meta"):
+            model = OneTable(rows)
+        run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+        more = {"table_folder": "" if options.host == "memory" else options.host, "table_cache": options.cache}
+        run.parallelize(model, layout=f"table={style}", **more)
+        tables = weft.TableOptimizer(options.optimizer, lr=0.02)
+        sides[style] = run.train_step(model, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False)
+    found: dict[str, list[float]] = {style: [] for style in sides}
+    for number in range(options.warmup + options.rounds):
+        draws = torch.rand(options.samples, HOST_IDS, generator=rng, dtype=torch.float64)
+        ids = torch.searchsorted(tail, draws * tail[-1]).clamp_(max=rows - 1)
+        ids = ids * 2_654_435_761 % rows  # frequent rows are not neighbors
+        labels = torch.randint(2, (options.samples,), generator=rng).float()
+        for style in sorted(sides, reverse=bool(number % 2)):
+            start = time.perf_counter()
+            sides[style]((ids, labels))
+            found[style].append(time.perf_counter() - start)
+    return {style: times[options.warmup :] for style, times in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -122,7 +167,15 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divisor of the tables' rows")
     parser.add_argument("--layout", choices=("rows", "columns"), default="rows")
     parser.add_argument("--optimizer", default="adagrad")
+    parser.add_argument("--host", metavar="FOLDER", help="time a table in mapped files of this folder")
+    parser.add_argument("--cache", type=float, default=0.05, help="with --host: share of the rows that are cached")
+    parser.add_argument("--warmup", type=int, default=100, help="with --host: steps before the first that counts")
     options = parser.parse_args()
+    if options.host:
+        times = measure_host(options)
+        host, rows = (statistics.median(times[style]) for style in ("host", "rows"))
+        print(f"step: host {host:.4f} s; all in memory {rows:.4f} s; ratio {host / rows:.3f}")
+        return
     with RankPool(options.ranks, timeout_s=3600) as pool:
         found = pool.run(measure, options)
     ours, theirs = (statistics.median(found[0][key]) for key in ("ours", "theirs"))

@@ -98,15 +98,19 @@ class TableCase:
 
 @dataclass
 class Script:
-    """A parallelized recommender of a case, with its step."""
+    """A parallelized recommender of a case, with its step. cache, folder: of tables with style host."""
 
     case: TableCase
+    cache: float = 0.3
+    folder: str = ""
 
     def __post_init__(self) -> None:
         plan = Plan.parse(f"{self.case.plan} precision=fp64")
         self.ledger = Ledger()
         self.run = weft.Run(plan, build_mesh(plan, record=self.ledger.record), self.ledger, seed=0)
-        self.model = self.run.parallelize(model(), layout=self.case.layout)
+        self.model = self.run.parallelize(
+            model(), layout=self.case.layout, table_cache=self.cache, table_folder=self.folder
+        )
         self.step = self.run.train_step(
             self.model, torch.optim.AdamW, loss_fn, forward=forward, max_grad_norm=self.case.clip,
             tables=self.case.rule, lr=0.01, check_batch=False,

@@ -349,7 +349,7 @@ REFUSED = [
     (plain, "{0,1}=rows", "",
      "1=rows: 1 is a Linear, and tables are nn.Embedding or nn.EmbeddingBag. Tables are 0."),
     (plain, "0=rows 1=colwise", "",
-     "1=colwise: a layout of embedding tables has the styles rows, columns, one and replicate only. Leave this entry "
+     "1=colwise: a layout of embedding tables has the styles rows, columns, one, host and replicate only. Leave this entry "
      "out, or the tables."),
     (lambda: plain(max_norm=1.0), "0=one", "",
      "max_norm=1.0: 0 scales rows in forward, and ranks look up rows of other ranks. Use max_norm=None."),

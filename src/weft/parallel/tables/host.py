@@ -56,7 +56,7 @@ class HostSettings:
         size = number * dtype.itemsize
         handle, path = tempfile.mkstemp(prefix="table-", suffix=".rows", dir=self.folder)
         try:
-            os.posix_fallocate(handle, 0, size)  # a full disk would kill the process later
+            _reserve(handle, size)
             return torch.from_file(path, shared=True, size=number, dtype=dtype).view(tuple(shape))
         except OSError as error:
             why = "it has too little space" if error.errno == errno.ENOSPC else os.strerror(error.errno or 0)
@@ -67,6 +67,14 @@ class HostSettings:
         finally:
             os.close(handle)
             os.unlink(path)  # the mapping remains
+
+
+def _reserve(handle: int, size_bytes: int) -> None:
+    """Reserve space for a file. A disk that is full later would kill the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size_bytes)
+    else:  # macOS
+        os.ftruncate(handle, size_bytes)
 
 
 class CachedRows:
