@@ -173,6 +173,18 @@ Refine = Annotated[
 ]
 
 
+TablesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--tables",
+        metavar="FILE.toml",
+        help="Choose styles of embedding tables instead: weft plan CLUSTER --tables FILE. Entries [[table]] have name, "
+        "rows, width, and optionally ids (of a sample), zipf, sorted and style.",
+        show_default=False,
+    ),
+]
+
+
 # `weft plan --learn RUN`: update a profile with the measurements of a finished run.
 
 
@@ -230,6 +242,7 @@ def plan(
     new: New = None,
     batch: Batch = None,
     compiles: Compile = False,
+    tables: TablesFile = None,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
     texts, others = GenerationOptions(purpose, prompt, new, batch), {"compile": compiles}
@@ -242,6 +255,10 @@ def plan(
             learn_from(learn, profile)
             if model is None:
                 return
+        if tables is not None:
+            others |= data | files | settings | {"seq_len": seq_len, "cluster": cluster, "sort": sort, "for": purpose}
+            _plan_tables(tables, model, device, others, as_json=json)
+            return
         model, cluster = _inputs(model, cluster, more, device)
         is_generation = texts.is_asked(data | files | others | {"sort": sort, "grid": grid})
         described = _described(model, save_model, caches=is_generation)
@@ -253,6 +270,26 @@ def plan(
         asked = _question(described, cluster, tune, data | settings)
         found = _ordered(_find(asked, others), sort, grid)
         _show(found, top, price, files, reasons=reasons, as_json=json)
+
+
+def _plan_tables(
+    file: Path, cluster: str | None, device: str | None, others: dict[str, Any], *, as_json: bool
+) -> None:
+    """Print styles of embedding tables. others: options that must have their defaults, except global_batch."""
+    defaults = {"global_batch": others["global_batch"], "built_only": True, "tier": "tables"}
+    for name, value in others.items():
+        if value and value != defaults.get(name):
+            raise ConfigError(f"{name}={value}: --tables takes CLUSTER, --device and --global-batch. Leave it out.")
+    if device is not None:
+        cluster = described_clusters(device, cluster)
+    if cluster is None:
+        raise ConfigError("weft plan --tables needs CLUSTER. Write e.g. weft plan 8xh100 --tables tables.toml.")
+    from weft.planner.report.table_plan import plan_tables
+
+    found = plan_tables(file, cluster, others["global_batch"])
+    typer.echo(dumps(found.as_table(), indent=2) if as_json else "\n".join(found.lines()))
+    if not found.fits:
+        raise typer.Exit(NOTHING_FITS)
 
 
 def _ordered(found: Findings, sort: SortBy | None, grid: str | None) -> Findings:

@@ -146,7 +146,8 @@ def _check_full_model(run: Application) -> None:
 
 def _shard_tables(run: Application) -> None:
     assert run.layout is not None
-    run.tables, run.layout = shard_tables(run.model, run.mesh, run.layout, run.host_tables), None
+    run.tables = shard_tables(run.model, run.mesh, run.layout, run.host_tables, run.example)
+    run.layout = None
 
 
 def _move(run: Application) -> None:

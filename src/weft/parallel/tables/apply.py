@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from weft.models.adapters import adapted
 from weft.models.initialize import initialise_parameter
 from weft.models.inspect.blocks import replace_class
 from weft.parallel.state.precision import Precision
+from weft.parallel.tables.choice import choose_styles
 from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.lookup import TableBag, TableEmbedding
 from weft.parallel.tables.table import LookupQueue, Table, starts_of
@@ -26,11 +28,14 @@ from weft.private_torch import named_modules
 _KINDS = {nn.Embedding: TableEmbedding, nn.EmbeddingBag: TableBag}
 
 
-def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: HostSettings) -> list[Table]:
+def shard_tables(
+    model: nn.Module, mesh: Mesh, layout: Layout, host: HostSettings, example: Any = None
+) -> list[Table]:
     """Replace the tables that a layout names by this rank's parts. All ranks call it. Modifies the model.
 
     Args:
         host: settings of tables with style host.
+        example: arguments of a forward, which style auto counts ids of, or None.
 
     Raises:
         PlanError: if the plan does not support tables.
@@ -43,14 +48,18 @@ def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: HostSetting
     if adapted(model) is not None:
         raise ModelError("model: it has an adapter, and tables of a layout are trained in full. Leave one of them out.")
     modules, axis, precision = _named_tables(model, layout), mesh.data, Precision.of(mesh.plan)
-    owners = _owners(modules, axis.size)
     _expect_same(modules, axis, mesh.device)
+    asked = {path: module for path, (module, style) in modules.items() if style == "auto"}
+    chosen = choose_styles(model, asked, axis, mesh.device, example) if asked else {}
+    modules |= {path: (module, chosen[path].cost.style) for path, module in asked.items()}
+    owners = _owners(modules, axis.size)
     tables, queue = list[Table](), LookupQueue()
     for path, (module, style) in modules.items():
         full = module.get_parameter("weight")
         shape = (full.shape[0], full.shape[1])
         starts = starts_of(style, shape, axis.size, owners.get(path, 0))
         table = Table(f"{path}.weight", module, style, axis, starts, full, shape, precision.compute, queue)
+        table.why = chosen[path].why if path in chosen else "set by the layout"
         table.host = host if style == "host" else None
         if full.is_meta:
             part = torch.empty(table.part_of(full).shape, dtype=precision.master, device="meta")
@@ -73,6 +82,8 @@ def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[nn.Embedd
         if style is None:
             continue
         if type(module) not in _KINDS:
+            if style == "auto":
+                continue  # its patterns select tables among other modules
             raise LayoutError(
                 f"{path}={style}: {path} is a {type(module).__name__}, and tables are nn.Embedding or "
                 f"nn.EmbeddingBag. Tables are {_listed(known)}."
@@ -80,6 +91,8 @@ def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[nn.Embedd
         assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
         _refuse_unsupported(path, module, model)
         found[path] = module, style
+    if not found:
+        raise LayoutError(f"layout {layout}: its patterns match no table. Tables are {_listed(known)}.")
     return found
 
 

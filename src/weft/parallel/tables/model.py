@@ -284,6 +284,13 @@ def table_weights(model: nn.Module) -> list[nn.Parameter]:
     return [table.weight for table in engine.tables] if isinstance(engine, TableModel) else []
 
 
+def table_styles(model: nn.Module) -> dict[str, str]:
+    """Return the style of each sharded table of a parallelized model with its reason, by path of the module."""
+    engine = data_parallel(model)
+    tables = engine.tables if isinstance(engine, TableModel) else []
+    return {table.name.rpartition(".")[0]: f"{table.style}: {table.why}" for table in tables}
+
+
 class _Without:
     """A `StateSource` without the entries whose names have one of some prefixes."""
 

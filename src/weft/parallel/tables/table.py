@@ -108,6 +108,7 @@ class Table:
         compute: dtype of the lookup's result.
         queue: lookups of all tables of the model.
         host: settings of style host, or None for other styles.
+        why: reason of the style.
         cache: for style host, the cache of rows. None for other styles, and until `open_cache`.
         calls: lookups of the current step.
         rows, grads: after `exchange_gradients`, rows of this rank's part that the step read, and their gradients.
@@ -123,6 +124,7 @@ class Table:
     compute: torch.dtype
     queue: LookupQueue
     host: HostSettings | None = None
+    why: str = ""
     cache: CachedRows | None = None
     calls: list[TableCall] = field(default_factory=list[TableCall])
     rows: Tensor | None = None
