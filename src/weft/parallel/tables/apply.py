@@ -18,14 +18,21 @@ from weft.errors import CommError, LayoutError, ModelError, PlanError
 from weft.models.adapters import adapted
 from weft.models.initialize import initialise_parameter
 from weft.models.inspect.blocks import replace_class
+from weft.models.keras_model import VARIABLES, KerasEmbedding
 from weft.parallel.state.precision import Precision
 from weft.parallel.tables.choice import choose_styles
 from weft.parallel.tables.host import HostSettings
-from weft.parallel.tables.lookup import TableBag, TableEmbedding
+from weft.parallel.tables.lookup import KerasTable, TableBag, TableEmbedding
 from weft.parallel.tables.table import LookupQueue, Table, starts_of
 from weft.private_torch import named_modules
 
-_KINDS = {nn.Embedding: TableEmbedding, nn.EmbeddingBag: TableBag}
+#: Modules with tables. All have the attributes of an nn.Embedding.
+TableModule = nn.Embedding | nn.EmbeddingBag | KerasEmbedding
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Embedding: TableEmbedding,
+    nn.EmbeddingBag: TableBag,
+    KerasEmbedding: KerasTable,
+}
 
 
 def shard_tables(
@@ -71,16 +78,19 @@ def shard_tables(
     return tables
 
 
-def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]]:
+def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[TableModule, str]]:
     """Return the tables of a layout, each with its style, by path. Raises an error for an entry without a table."""
     known = {path: module for path, module in named_modules(model) if path}
     if unused := layout.unused(known):
         raise LayoutError(f"layout pattern {unused[0]!r}: it matches no module. Tables are {_listed(known)}.")
-    found: dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]] = {}
+    found: dict[str, tuple[TableModule, str]] = {}
     for path, module in known.items():
         style = layout.match(path)
         if style is None:
             continue
+        holder = module._modules.get(VARIABLES)
+        if isinstance(holder, KerasEmbedding):
+            path, module = f"{path}.{VARIABLES}", holder
         if type(module) not in _KINDS:
             if style == "auto":
                 continue  # its patterns select tables among other modules
@@ -88,7 +98,7 @@ def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[nn.Embedd
                 f"{path}={style}: {path} is a {type(module).__name__}, and tables are nn.Embedding or "
                 f"nn.EmbeddingBag. Tables are {_listed(known)}."
             )
-        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        assert isinstance(module, TableModule)
         _refuse_unsupported(path, module, model)
         found[path] = module, style
     if not found:
@@ -97,10 +107,11 @@ def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[nn.Embedd
 
 
 def _listed(known: dict[str, nn.Module]) -> str:
-    return ", ".join(path for path, module in known.items() if type(module) in _KINDS) or "none in this model"
+    paths = (path.removesuffix(f".{VARIABLES}") for path, module in known.items() if type(module) in _KINDS)
+    return ", ".join(paths) or "none in this model"
 
 
-def _refuse_unsupported(path: str, module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> None:
+def _refuse_unsupported(path: str, module: TableModule, model: nn.Module) -> None:
     if module.max_norm is not None:
         raise ModelError(
             f"max_norm={module.max_norm}: {path} scales rows in forward, and ranks look up rows of other ranks. Use "
@@ -123,7 +134,7 @@ def _refuse_unsupported(path: str, module: nn.Embedding | nn.EmbeddingBag, model
         )
 
 
-def _owners(modules: dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]], num_ranks: int) -> dict[str, int]:
+def _owners(modules: dict[str, tuple[TableModule, str]], num_ranks: int) -> dict[str, int]:
     """Return the rank of each table with style "one": in order of size, the rank with the fewest elements so far.
 
     Raises LayoutError for style columns with fewer columns than ranks.
@@ -143,7 +154,7 @@ def _owners(modules: dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]], num_
 
 
 def _expect_same(
-    modules: dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]], axis: Axis, device: torch.device
+    modules: dict[str, tuple[TableModule, str]], axis: Axis, device: torch.device
 ) -> None:
     """Raise CommError if ranks have different tables, before a collective could fail on their shapes."""
     rows = [(path, style, tuple(module.weight.shape)) for path, (module, style) in modules.items()]

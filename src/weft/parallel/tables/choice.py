@@ -14,6 +14,7 @@ from weft.comm.mesh import Axis
 from weft.devices import access
 from weft.errors import ModelError
 from weft.models.inspect.dry_run import call_without_numbers, without_numbers
+from weft.models.keras_model import KerasEmbedding
 from weft.planner.cost.embedding_tables import TableChoice, TableShape, TableWork, choose
 
 #: Ids of a table that a rank reads in a step, if no example shows them.
@@ -23,7 +24,7 @@ _PART = 0.7
 
 
 def choose_styles(
-    model: nn.Module, tables: Mapping[str, nn.Embedding | nn.EmbeddingBag], axis: Axis, device: torch.device, example: Any
+    model: nn.Module, tables: Mapping[str, nn.Embedding | nn.EmbeddingBag | KerasEmbedding], axis: Axis, device: torch.device, example: Any
 ) -> dict[str, TableChoice]:
     """Return the style of each table, with its reason. All ranks call it.
 

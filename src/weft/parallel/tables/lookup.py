@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError
+from weft.models.keras_model import KerasEmbedding
 from weft.parallel.private_torch import plain_call, without_memory
 from weft.parallel.tables.requests import local_rows, request_rows
 from weft.parallel.tables.table import Lookup, LookupQueue, Table, TableCall
@@ -148,11 +149,23 @@ class TableEmbedding(nn.Embedding):
 
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
-        return look_up(self._weft_table, input, self._finish, (*input.shape, self.embedding_dim))
+        return look_up(self._weft_table, input, _rows_of, (*input.shape, self.embedding_dim))
 
-    def _finish(self, lookup: Lookup) -> Tensor:
-        assert lookup.rows_UD is not None
-        return F.embedding(lookup.index, lookup.rows_UD).to(self._weft_table.compute)
+
+class KerasTable(KerasEmbedding):
+    """The table of a Keras Embedding layer that is sharded."""
+
+    _weft_table: Table
+
+    @uncompiled
+    def forward(self, input: Tensor) -> Tensor:
+        return look_up(self._weft_table, input, _rows_of, (*input.shape, self.embedding_dim))
+
+
+def _rows_of(lookup: Lookup) -> Tensor:
+    """Return the rows of all ids of a lookup."""
+    assert lookup.rows_UD is not None
+    return F.embedding(lookup.index, lookup.rows_UD).to(lookup.table.compute)
 
 
 class TableBag(nn.EmbeddingBag):
