@@ -73,8 +73,81 @@ def loss_fn(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return nn.functional.binary_cross_entropy_with_logits(output, batch[1], reduction="sum"), len(output)
 
 
+class Dense:
+    """A step of DistributedDataParallel with dense gradients."""
+
+    def __init__(self, rows: list[int], options: argparse.Namespace):
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(Recommender(rows, options.width))
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.02)
+
+    def __call__(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        loss_sum, number = loss_fn(self.model(batch[0]), batch)
+        (loss_sum / number).backward()
+        self.optimizer.step()
+
+
+class TorchRec:
+    """A step of TorchRec with FBGEMM's fused Adagrad, and all tables sharded in one way."""
+
+    KINDS = ("row_wise", "column_wise", "table_wise")
+
+    def __init__(self, rows: list[int], options: argparse.Namespace, kind: str):
+        import torchrec
+        from torchrec.distributed import sharding_plan
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.types import ShardingEnv, ShardingPlan
+        from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        self.names, self.batch_type, ranks = (
+            [f"t{number}" for number in range(len(rows))],
+            KeyedJaggedTensor,
+            options.ranks,
+        )
+        configs = [
+            torchrec.EmbeddingBagConfig(
+                name=name, embedding_dim=options.width, num_embeddings=count, feature_names=[name]
+            )
+            for name, count in zip(self.names, rows, strict=True)
+        ]
+        net = nn.Module()
+        net.bags = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+        net.top = Recommender([1] * len(rows), options.width).top
+        net.forward = lambda ids: net.top(net.bags(ids).values()).squeeze(1)
+        apply_optimizer_in_backward(torch.optim.Adagrad, net.bags.parameters(), {"lr": 0.02})
+        styles = {
+            name: {
+                "row_wise": sharding_plan.row_wise(),
+                "column_wise": sharding_plan.column_wise(ranks=list(range(ranks))),
+                "table_wise": sharding_plan.table_wise(rank=number % ranks),
+            }[kind]
+            for number, name in enumerate(self.names)
+        }
+        sharder = EmbeddingBagCollectionSharder()
+        plan = sharding_plan.construct_module_sharding_plan(
+            net.bags, styles, sharder=sharder, local_size=ranks, world_size=ranks, device_type="cpu"
+        )
+        self.model = DistributedModelParallel(
+            net, env=ShardingEnv.from_process_group(dist.group.WORLD), device=torch.device("cpu"),
+            plan=ShardingPlan({"bags": plan}), sharders=[sharder],
+        )  # fmt: skip
+        self.optimizer = torch.optim.Adagrad(net.top.parameters(), lr=0.02)
+
+    def __call__(self, batch: tuple[Tensor, Tensor]) -> None:
+        ids = batch[0]
+        lengths = torch.ones(ids.numel(), dtype=torch.int64)
+        jagged = self.batch_type(keys=self.names, values=ids.t().reshape(-1), lengths=lengths)
+        self.optimizer.zero_grad()
+        loss_sum, number = loss_fn(self.model(jagged), batch)
+        (loss_sum / number).backward()
+        self.optimizer.step()
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Time steps of both sides in turn, and count bytes of Weft's last step."""
+    """Time steps of all sides in turn, and count bytes of Weft's last step."""
     rows, ledger = sizes(options), Ledger()
     plan = Plan.parse(f"dp_replicate={options.ranks}")
     run = weft.Run(plan, build_mesh(plan, record=ledger.record), ledger, seed=0)
@@ -83,22 +156,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = run.parallelize(Recommender(rows, options.width), layout=f"tables.*={options.layout}")
     tables = weft.TableOptimizer(options.optimizer, lr=0.02)
     step = run.train_step(model, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False)
-    torch.manual_seed(0)
-    rival = DistributedDataParallel(Recommender(rows, options.width))
-    dense = torch.optim.Adagrad(rival.parameters(), lr=0.02)
-    ours, theirs = list[float](), list[float]()
-    for ids, labels in data:
-        dist.barrier()
-        start = time.perf_counter()
-        step((ids, labels))
-        ours.append(time.perf_counter() - start)
-        dist.barrier()
-        start = time.perf_counter()
-        dense.zero_grad()
-        loss_sum, number = loss_fn(rival(ids), (ids, labels))
-        (loss_sum / number).backward()
-        dense.step()
-        theirs.append(time.perf_counter() - start)
+    sides: dict[str, Any] = {"Weft": step}
+    if options.rival == "ddp":
+        sides["DDP with dense gradients"] = Dense(rows, options)
+    else:
+        sides |= {f"TorchRec {kind}": TorchRec(rows, options, kind) for kind in TorchRec.KINDS}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for batch in data:
+        for name, side in sides.items():
+            dist.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            side(batch)
+            times[name].append((time.perf_counter() - start, time.process_time() - used))
     engine = data_parallel(model)
     kept = [*(one.flat for one in engine.model_slices()), *(one.flat for one in engine.state_slices(step.optimizer))]
     share = sum(one.numel() * one.element_size() for one in kept)
@@ -113,7 +182,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         apart = ((unique < low) | (unique >= high)).sum().item() * options.width
         own = options.width * (run.mesh.rank + 1) // options.ranks - options.width * run.mesh.rank // options.ranks
         remote += 4 * (unique.numel() * (options.width - own) if options.layout == "columns" else apart)
-    return {"ours": ours[2:], "theirs": theirs[2:], "sent": sent, "rows": 2 * remote, "peak": live.peak, "share": share}
+    return {"times": times, "sent": sent, "rows": 2 * remote, "peak": live.peak, "share": share}
 
 
 HOST_ROWS, HOST_WIDTH, HOST_IDS = 10_000_000, 64, 26
@@ -165,8 +234,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2048, help="samples of a rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shrink", type=int, default=1, help="divisor of the tables' rows")
-    parser.add_argument("--layout", choices=("rows", "columns"), default="rows")
+    parser.add_argument("--layout", choices=("rows", "columns", "one"), default="rows")
     parser.add_argument("--optimizer", default="adagrad")
+    parser.add_argument("--rival", choices=("ddp", "torchrec"), default="ddp")
     parser.add_argument("--host", metavar="FOLDER", help="time a table in mapped files of this folder")
     parser.add_argument("--cache", type=float, default=0.05, help="with --host: share of the rows that are cached")
     parser.add_argument("--warmup", type=int, default=100, help="with --host: steps before the first that counts")
@@ -178,9 +248,18 @@ def main() -> None:
         return
     with RankPool(options.ranks, timeout_s=3600) as pool:
         found = pool.run(measure, options)
-    ours, theirs = (statistics.median(found[0][key]) for key in ("ours", "theirs"))
+    ours = (0.0, 0.0, 0.0)
+    for name in found[0]["times"]:
+        # The slowest rank of each step.
+        walls = [max(each["times"][name][step][0] for each in found) for step in range(2, options.rounds + 2)]
+        used = [sum(each["times"][name][step][1] for each in found) for step in range(2, options.rounds + 2)]
+        ours = ours if name != "Weft" else (statistics.median(walls), min(walls), statistics.median(used))
+        theirs = statistics.median(walls), min(walls), statistics.median(used)
+        ratios = ", ".join(f"{one / other:.3f}" for one, other in zip(ours, theirs, strict=True))
+        print(
+            f"{name}: step {theirs[0]:.3f} s, minimum {theirs[1]:.3f} s, CPU {theirs[2]:.3f} s; Weft over it {ratios}"
+        )
     sent, rows = (sum(one[key] for one in found) for key in ("sent", "rows"))
-    print(f"step: {ours:.3f} s; DDP with dense gradients {theirs:.3f} s; ratio {ours / theirs:.3f}")
     print(f"sent over unique remote rows, both ways: {sent / max(rows, 1):.3f}")
     for rank, one in enumerate(found):
         print(f"rank {rank}: peak over its share of weights and states: {1 + one['peak'] / one['share']:.3f}")

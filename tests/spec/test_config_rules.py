@@ -194,8 +194,8 @@ CASES = [
      "tables.optimizer=rowwise_adagrad: settings of [tables] are set, and layout shards no embedding table. Set "
      "layout, such as 'user=rows', or leave them out."),
     ("tables-on-the-host", ["layout=user=rows", "tables.cache=0.1"],
-     "tables.cache=0.1: tables.cache and tables.folder are for tables with style host, and layout has none. Set layout, "
-     "such as 'user=host', or leave them out."),
+     "tables.cache=0.1: tables.cache and tables.folder are for tables with style host, and layout has none. Set "
+     "layout, such as 'user=host', or leave them out."),
     ("tables-decay-lazily", ["layout=user=rows", "tables.weight_decay=0.1"],
      "tables.weight_decay=0.1: tables.optimizer=rowwise_adagrad does not decay rows. Use 0, or "
      "tables.optimizer=lazy_adamw."),

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -358,7 +358,9 @@ def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: floa
 _ROWS_BYTES = 2**26
 
 
-def export_table(checkpoint: Checkpoint, table: str, out: Path, *, group: str = "model", dtype: str | None = None) -> str:
+def export_table(
+    checkpoint: Checkpoint, table: str, out: Path, *, group: str = "model", dtype: str | None = None
+) -> str:
     """Write an embedding table to a new .npy or .parquet file, and return a description of it.
 
     A parquet file has the columns id (int64) and row (a list of floats of fixed size). At most _ROWS_BYTES of the table

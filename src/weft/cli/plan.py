@@ -251,13 +251,8 @@ def plan(
     files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
     others |= {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
     with _errors_as_json() if json else nullcontext(), _light_start():
-        if learn is not None:
-            learn_from(learn, profile)
-            if model is None:
-                return
-        if tables is not None:
-            others |= data | files | settings | {"seq_len": seq_len, "cluster": cluster, "sort": sort, "for": purpose}
-            _plan_tables(tables, model, device, others, as_json=json)
+        alone = {**others, **data, **files, "cluster": cluster, "for": purpose}
+        if _answers_alone(learn, profile, tables, model, device, alone, as_json=json):
             return
         model, cluster = _inputs(model, cluster, more, device)
         is_generation = texts.is_asked(data | files | others | {"sort": sort, "grid": grid})
@@ -267,18 +262,26 @@ def plan(
             return
         if _answer_several_clusters(described, cluster, others, data | settings, as_json=json, sort=sort):
             return
-        asked = _question(described, cluster, tune, data | settings)
-        found = _ordered(_find(asked, others), sort, grid)
+        found = _ordered(_find(_question(described, cluster, tune, data | settings), others), sort, grid)
         _show(found, top, price, files, reasons=reasons, as_json=json)
 
 
-def _plan_tables(
-    file: Path, cluster: str | None, device: str | None, others: dict[str, Any], *, as_json: bool
-) -> None:
+def _answers_alone(
+    learn: Path | None, profile: Path | None, tables: Path | None, model: str | None, device: str | None,
+    others: dict[str, Any], *, as_json: bool,
+) -> bool:  # fmt: skip
+    """Learn from a run, and choose styles of tables, if the command requests it. Return True if nothing is left."""
+    if learn is not None:
+        learn_from(learn, profile)
+    if tables is not None:
+        _plan_tables(tables, model, device, others, as_json=as_json)
+    return tables is not None or (learn is not None and model is None)
+
+
+def _plan_tables(file: Path, cluster: str | None, device: str | None, others: dict[str, Any], as_json: bool) -> None:
     """Print styles of embedding tables. others: options that must have their defaults, except global_batch."""
-    defaults = {"global_batch": others["global_batch"], "built_only": True, "tier": "tables"}
     for name, value in others.items():
-        if value and value != defaults.get(name):
+        if value and name != "global_batch":
             raise ConfigError(f"{name}={value}: --tables takes CLUSTER, --device and --global-batch. Leave it out.")
     if device is not None:
         cluster = described_clusters(device, cluster)

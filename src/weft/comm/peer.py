@@ -153,7 +153,7 @@ def largest_counts(sends: Sequence[Sequence[int]], axis: Axis, device: torch.dev
     own = [max(send) for send in sends]
     if axis.size == 1 or link_of(axis, device).self_driven:
         return own
-    return all_reduce(torch.tensor(own), axis, op="max").tolist()
+    return [int(most) for most in all_reduce(torch.tensor(own), axis, op="max")]
 
 
 # Lanes: groups of two ranks for messages of one kind in one direction, so that no message waits behind another kind.

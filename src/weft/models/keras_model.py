@@ -150,7 +150,9 @@ def _layers(model: Any) -> Iterator[Any]:
 
 def _holder_of(layer: Any) -> KerasVariables:
     keras: Any = sys.modules["keras"]
-    if type(layer).call is keras.layers.Embedding.call and [one.name for one in layer._trainable_variables] == ["embeddings"]:
+    if type(layer).call is keras.layers.Embedding.call and [one.name for one in layer._trainable_variables] == [
+        "embeddings"
+    ]:
         return KerasEmbedding(layer.input_dim, layer.output_dim)
     is_plain = type(layer).call is keras.layers.Dense.call and len(layer._trainable_variables) == 1 + layer.use_bias
     is_plain = is_plain and layer.compute_dtype == layer.variable_dtype and layer.quantization_mode is None
@@ -245,8 +247,8 @@ def _draws_from_seed(layer: Any) -> bool:
 
 def _bind(variable: Any, holder: KerasVariables, *, is_parameter: bool) -> None:
     """Move a variable's tensor into a module, and let the variable read it there."""
-    names = {(KerasConv1D, "kernel"): "weight", (KerasEmbedding, "embeddings"): "weight"}
-    short = names.get((type(holder), variable.name), variable.name)
+    is_weight = (type(holder), variable.name) in ((KerasConv1D, "kernel"), (KerasEmbedding, "embeddings"))
+    short: str = "weight" if is_weight else variable.name
     name = short = short.replace(".", "_")
     number = 1
     while hasattr(holder, name):

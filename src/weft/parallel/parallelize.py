@@ -86,7 +86,7 @@ class Application:
     full_samples: FullSamplesPlan | None = None
     placements: dict[str, Placement] = field(default_factory=dict)
     host: Host | None = None
-    host_tables: HostSettings = HostSettings()
+    host_tables: HostSettings = field(default_factory=HostSettings)
     tables: list[Table] = field(default_factory=list[Table])
 
     @property
@@ -274,6 +274,14 @@ def _apply(techniques: Sequence[Technique], run: Application) -> None:
             technique.apply(run)
 
 
+def _attach_engine(run: Application, engine: DataParallel, before: Mapping[str, Original], mesh: Mesh) -> None:
+    # Encoders communicate in hooks that run outside all others.
+    distribute_encoders(run.model, run.mesh, run.encoders)
+    attach(run.model, engine, before)
+    attach_local_sgd(run.model, engine, mesh)
+    guard_model(run.model, engine.axes)
+
+
 def _build_engine(run: Application, filled_later: bool) -> DataParallel:
     return build_engine(
         run.model, run.mesh, run.placements, tables=run.tables, host=run.host, seed=run.seed, filled_later=filled_later
@@ -294,7 +302,7 @@ def parallelize(
     fp8_recipe: str = "rowwise",
     example: Any = None,
     noise: tuple[str, float] | None = None,
-    host_tables: HostSettings = HostSettings(),  # noqa: B008
+    host_tables: HostSettings | None = None,
 ) -> nn.Module:
     """Apply the mesh's plan to `model`, in place, before its optimizer exists. Returns the same module.
 
@@ -312,7 +320,7 @@ def parallelize(
         fp8_recipe: with precision=fp8, "rowwise" or "tensorwise" scales.
         example: arguments of a forward with which tp, sp and cp trace the model, or None to generate them.
         noise: path of the input embedding and largest noise on its output in training, or None.
-        host_tables: cache and folder of embedding tables with style host.
+        host_tables: cache and folder of embedding tables with style host; None for the defaults.
 
     Raises:
         ModelError: if the model was already parallelized, or the plan does not support it.
@@ -326,7 +334,7 @@ def parallelize(
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
     _warn_of_growth(before, mesh)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
-    run.host_tables = host_tables
+    run.host_tables = host_tables or HostSettings()
     run.full_samples = _full_samples(model, replica, example) if placements is None else None
     _apply(PREPARE, run)
     if placements is None:
@@ -334,12 +342,7 @@ def parallelize(
     else:
         run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
     _apply(FINISH, run)
-    engine = _build_engine(run, filled_later)
-    # Encoders communicate in hooks that run outside all others.
-    distribute_encoders(model, replica, run.encoders)
-    attach(model, engine, before)
-    attach_local_sgd(model, engine, mesh)
-    guard_model(model, engine.axes)
+    _attach_engine(run, _build_engine(run, filled_later), before, mesh)
     watch_local_means(model, replica, groups_norms=norm_groups_of(model) is not None)
     params.watch(model, replica.plan.compile)
     return model

@@ -34,8 +34,7 @@ def _not_with_tables(name: str, key: str, predicate: Callable[[RunConfig], bool]
         reason=f"If a layout shards embedding tables, {why}.",
         predicate=lambda config: _has_tables(config) and predicate(config),
         message=lambda config: (
-            f"{config.layout}: it shards embedding tables, and {why}. {remedy}, or leave the "
-            "tables out of layout."
+            f"{config.layout}: it shards embedding tables, and {why}. {remedy}, or leave the tables out of layout."
         ),
     )
 

@@ -35,9 +35,7 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def shard_tables(
-    model: nn.Module, mesh: Mesh, layout: Layout, host: HostSettings, example: Any = None
-) -> list[Table]:
+def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: HostSettings, example: Any = None) -> list[Table]:
     """Replace the tables that a layout names by this rank's parts. All ranks call it. Modifies the model.
 
     Args:
@@ -88,7 +86,7 @@ def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[TableModu
         style = layout.match(path)
         if style is None:
             continue
-        holder = module._modules.get(VARIABLES)
+        holder = dict(module.named_children()).get(VARIABLES)
         if isinstance(holder, KerasEmbedding):
             path, module = f"{path}.{VARIABLES}", holder
         if type(module) not in _KINDS:
@@ -153,9 +151,7 @@ def _owners(modules: dict[str, tuple[TableModule, str]], num_ranks: int) -> dict
     return owners
 
 
-def _expect_same(
-    modules: dict[str, tuple[TableModule, str]], axis: Axis, device: torch.device
-) -> None:
+def _expect_same(modules: dict[str, tuple[TableModule, str]], axis: Axis, device: torch.device) -> None:
     """Raise CommError if ranks have different tables, before a collective could fail on their shapes."""
     rows = [(path, style, tuple(module.weight.shape)) for path, (module, style) in modules.items()]
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=8).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,11 @@ _PART = 0.7
 
 
 def choose_styles(
-    model: nn.Module, tables: Mapping[str, nn.Embedding | nn.EmbeddingBag | KerasEmbedding], axis: Axis, device: torch.device, example: Any
+    model: nn.Module,
+    tables: Mapping[str, nn.Embedding | nn.EmbeddingBag | KerasEmbedding],
+    axis: Axis,
+    device: torch.device,
+    example: Any,
 ) -> dict[str, TableChoice]:
     """Return the style of each table, with its reason. All ranks call it.
 
@@ -53,12 +58,12 @@ def _ids_of(model: nn.Module, tables: Mapping[str, nn.Module], example: Any) -> 
     """Return the number of ids that a forward reads from each table."""
     found = dict.fromkeys(tables, 0)
 
-    def count(path: str, inputs: tuple[Any, ...]) -> None:
+    def count(path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         found[path] += inputs[0].numel()
 
     with ExitStack() as stack:
         for path, table in tables.items():
-            hook = table.register_forward_pre_hook(lambda module, inputs, path=path: count(path, inputs))
+            hook = table.register_forward_pre_hook(partial(count, path))
             stack.callback(hook.remove)
         try:
             call_without_numbers(model, without_numbers(example, model), nullcontext())

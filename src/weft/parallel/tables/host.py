@@ -1,7 +1,6 @@
 """Rows of a table in host memory or a mapped file, with a cache of hot rows on the device.
 
-A row and its optimizer states move together. The cache changes only where they are, never their values. M rows of a
-call, C columns, S slots of the cache.
+A row and its optimizer states move together. The cache never changes values. M rows of a call, C columns of a part.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.errors import ConfigError
 from weft.private_torch import version_of
 from weft.units import format_bytes
 
-#: Slots that the hand of the cache examines at once.
+#: Minimum number of slots that the hand of the cache examines together.
 _WINDOW = 1024
 
 
@@ -134,17 +133,21 @@ class CachedRows:
         found = torch.empty(len(rows), *self.weight.shape[1:], dtype=self.weight.dtype, device=self._device)
         for mine, source, index in ((is_cached, self._cached[0], slots), (~is_cached, self.weight, where)):
             there = index[mine].to(source.device)
-            found.index_copy_(0, mine.nonzero().flatten().to(self._device), source.index_select(0, there).to(self._device))
+            found.index_copy_(
+                0, mine.nonzero().flatten().to(self._device), source.index_select(0, there).to(self._device)
+            )
         return found
 
-    def update(self, rows: Tensor, kept: Sequence[Tensor], change: Callable[[list[Tensor], Tensor, Tensor], None]) -> None:
+    def update(
+        self, rows: Tensor, kept: Sequence[Tensor], change: Callable[[list[Tensor], Tensor, Tensor], None]
+    ) -> None:
         """Change rows of the weight and of other tensors.
 
         Args:
             rows: their indices on the device, (M,), each once.
             kept: the other host tensors, which `add` was called with.
-            change: change(tensors, indices, mine) changes the rows `indices` of the weight and the others in place on
-                the device, of which `mine` are the positions in `rows`.
+            change: change(tensors, indices, mine) changes rows `indices` of the weight and the others on the
+                device, of which `mine` are the positions in `rows`.
         """
         self._expect_current()
         where = rows.cpu()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,11 @@ from weft.parallel.tables.requests import local_rows, request_rows
 from weft.parallel.tables.table import Lookup, LookupQueue, Table, TableCall
 from weft.private_torch import tree_map_only, uncompiled
 
+_tensor: Any = Tensor
+
 
 def look_up(table: Table, ids: Tensor, finish: Callable[[Lookup], Tensor], shape: tuple[int, ...] | None) -> Tensor:
-    """Return the result of a lookup, or in a train step a placeholder. All ranks call it, unless the style is replicate.
+    """Return the result of a lookup, or a placeholder in a train step. All ranks call it unless the style is replicate.
 
     Args:
         ids: ids of any shape.
@@ -49,7 +51,7 @@ def look_up(table: Table, ids: Tensor, finish: Callable[[Lookup], Tensor], shape
     if shape is None or not trains:
         return result_of(lookup)
     like = table.weight.detach().new_empty(0, dtype=table.compute)
-    placeholder = without_memory(LookupResult, shape, like)
+    placeholder = cast(LookupResult, without_memory(LookupResult, shape, like))
     plain_call(Tensor.requires_grad_, (placeholder,), {})
     placeholder.lookup, lookup.placeholder = lookup, placeholder
     queue.deferred.append(lookup)
@@ -103,7 +105,7 @@ def open_lookups(queue: LookupQueue) -> Generator[None]:
 
 def _add_gradient(lookup: Lookup) -> None:
     """Add the gradient of a placeholder that torch's C++ code used itself, as custom autograd functions do."""
-    grad: Tensor | None = plain_call(Tensor.grad.__get__, (lookup.placeholder,), {})
+    grad: Tensor | None = plain_call(_tensor.grad.__get__, (lookup.placeholder,), {})
     if grad is not None:
         with torch.enable_grad():
             result = lookup.finish(lookup)
@@ -111,13 +113,13 @@ def _add_gradient(lookup: Lookup) -> None:
 
 
 class LookupResult(Tensor):
-    """Placeholder for the result of a lookup. Operations get the result in its place."""
+    """Placeholder for the result of a lookup. Operations compute with the result instead."""
 
     lookup: Lookup
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Call a function with results. Shape, dtype and device are known without the rows."""
+        """Call a function with results. Shape, dtype and device need no rows."""
         if func in _METADATA and args[0].lookup.result is None:
             return plain_call(func, args, kwargs or {})
         args, kwargs = tree_map_only(LookupResult, _result, (args, kwargs or {}))
@@ -136,7 +138,10 @@ def _result(placeholder: LookupResult) -> Tensor:
 
 _METADATA = frozenset(
     {
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta")),
+        *(
+            getattr(_tensor, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta")
+        ),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
     }
 )

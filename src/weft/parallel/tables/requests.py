@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.comm.mesh import Axis
 from weft.comm.peer import all_to_all, largest_counts
 from weft.errors import CommError, ModelError
 from weft.parallel.tables.table import Table, TableCall
@@ -33,9 +32,7 @@ def local_rows(table: Table, unique_U: Tensor) -> TableCall:
 
 
 @torch.no_grad()
-def request_rows(
-    tables: Sequence[Table], ids: Sequence[Tensor], trains: Sequence[bool]
-) -> tuple[list[TableCall], int]:
+def request_rows(tables: Sequence[Table], ids: Sequence[Tensor], trains: Sequence[bool]) -> tuple[list[TableCall], int]:
     """Fetch the rows of several lookups from the ranks that hold them. All ranks of the axis call it.
 
     It fetches as many as every rank waits for. A rank whose forward uses the first rows earlier waits for fewer.
@@ -69,7 +66,7 @@ def request_rows(
     if all(table.full_shape[0] < 2**31 for table in tables):
         message = message.int()
     arrived = all_to_all(message, axis, send=totals(send), receive=totals(receive), most=most_ids)
-    wanted = [torch.cat(one).long() for one in by_lookup(arrived, receive)]
+    wanted = [torch.cat(list(one)).long() for one in by_lookup(arrived, receive)]
     for table, one in zip(tables, wanted, strict=True):
         if table.dim == 0:
             one.sub_(table.span[0])
@@ -87,7 +84,7 @@ def request_rows(
     return calls, most_rows
 
 
-# Sizes and pieces are lists by lookup of lists by rank. A message has the pieces of each rank together.
+# Sizes and blocks are lists by lookup of lists by rank. A message is ordered by rank.
 
 
 def totals(sizes: Sequence[Sequence[int]]) -> list[int]:
@@ -95,20 +92,18 @@ def totals(sizes: Sequence[Sequence[int]]) -> list[int]:
     return [sum(one) for one in zip(*sizes, strict=True)]
 
 
-def by_rank(pieces: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Concatenate pieces in order of ranks, and of lookups within a rank. pieces: by lookup and rank."""
-    return torch.cat([one for parts in zip(*pieces, strict=True) for one in parts])
+def by_rank(blocks: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Concatenate blocks in order of ranks, and of lookups within a rank. blocks: by lookup and rank."""
+    return torch.cat([one for parts in zip(*blocks, strict=True) for one in parts])
 
 
 def by_lookup(message: Tensor, sizes: Sequence[Sequence[int]]) -> list[Sequence[Tensor]]:
-    """Return views of the pieces of a message by lookup and rank. sizes: their sizes."""
+    """Return views of the blocks of a message by lookup and rank. sizes: their sizes."""
     parts = split(message, [size for one in zip(*sizes, strict=True) for size in one])
     return [parts[place :: len(sizes)] for place in range(len(sizes))]
 
 
-def _exchange_counts(
-    tables: Sequence[Table], ids: Sequence[Tensor]
-) -> tuple[list[list[int]], list[list[int]]]:
+def _exchange_counts(tables: Sequence[Table], ids: Sequence[Tensor]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the numbers of ids requested from each rank and by each rank, by lookup and rank.
 
     The lookups are those that all ranks wait for.
@@ -127,9 +122,7 @@ def _exchange_counts(
     sent, arrived = torch.stack([sent_RP, arrived_RP]).transpose(1, 2).tolist()
     common = next((place for place, one in enumerate(arrived) if not all(one)), _AT_ONCE)
     tables, ids = tables[:common], ids[:common]
-    send, receive = (
-        [_untagged(table, each[place]) for place, table in enumerate(tables)] for each in (sent, arrived)
-    )
+    send, receive = ([_untagged(table, each[place]) for place, table in enumerate(tables)] for each in (sent, arrived))
     for place, (table, one) in enumerate(zip(tables, ids, strict=True)):
         if _REFUSED in send[place]:
             _refuse_own(table, one)

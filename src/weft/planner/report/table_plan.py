@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weft.config.cluster import ClusterSpec
 from weft.config.layout import TABLE_STYLES, Layout
@@ -64,7 +64,7 @@ class TablePlan:
             "are predictions for the busiest rank"
         ]
         head = ("table", "style", "shape", "weights", "states", "on the host", "sent", "uneven", "time")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for one in self.choices:
             cost, table = one.cost, one.table
             sizes = (cost.weight_bytes, cost.state_bytes, cost.host_bytes, cost.sent_bytes)
@@ -75,7 +75,10 @@ class TablePlan:
             )
         widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
         found += [
-            "  ".join(cell.ljust(w) if place < 2 else cell.rjust(w) for place, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(
+                cell.ljust(w) if place < 2 else cell.rjust(w)
+                for place, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
             for row in rows
         ]
         found += [f"{one.table.name}={one.cost.style}: {one.why}" for one in self.choices]
@@ -123,10 +126,7 @@ def plan_tables(file: Path, cluster: str, global_batch: int | None) -> TablePlan
         nearest = max(1, global_batch // ranks) * ranks
         raise ConfigError(f"global_batch={global_batch}: {ranks} ranks need equal shares. Use {nearest}.")
     shapes, styles, optimizer, cache = _read(file)
-    if spec.nodes > 1:
-        link = rates.nic_rate * rates.nic_eff
-    else:
-        link = rates.link_rate * rates.link_eff
+    link = rates.nic_rate * rates.nic_eff if spec.nodes > 1 else rates.link_rate * rates.link_eff
     work = TableWork(
         ranks=ranks, samples=2048 if global_batch is None else global_batch // ranks, optimizer=optimizer, cache=cache,
         link_rate=link, memory_rate=rates.memory_rate * rates.memory_eff, host_rate=rates.host_rate,
@@ -141,8 +141,14 @@ def _read(file: Path) -> tuple[list[TableShape], dict[str, str], str, float]:
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"tables={file}: it cannot be read as TOML, because {error}. Write entries [[table]].") from error
-    optimizer, cache, entries = found.pop("optimizer", "rowwise_adagrad"), found.pop("cache", 0.05), found.pop("table", [])
+        raise ConfigError(
+            f"tables={file}: it cannot be read as TOML, because {error}. Write entries [[table]]."
+        ) from error
+    optimizer, cache, entries = (
+        found.pop("optimizer", "rowwise_adagrad"),
+        found.pop("cache", 0.05),
+        found.pop("table", []),
+    )
     if found:
         name = next(iter(found))
         raise ConfigError(f"{file}: {name} is not a key. Use optimizer, cache and [[table]].")
@@ -150,10 +156,11 @@ def _read(file: Path) -> tuple[list[TableShape], dict[str, str], str, float]:
         raise ConfigError(f"{file}: optimizer={optimizer} is not one of {', '.join(OPTIMIZER_NAMES)}.")
     if not isinstance(cache, int | float) or isinstance(cache, bool) or not 0 < cache <= 1:
         raise ConfigError(f"{file}: cache={cache}: a share of the rows is above 0 and at most 1. Use 0.05.")
-    if not isinstance(entries, list) or not entries:
+    listed = cast(list[object], entries) if isinstance(entries, list) else []
+    if not listed:
         raise ConfigError(f"{file}: it has no table. Write entries [[table]] with name, rows and width.")
     shapes, styles = list[TableShape](), dict[str, str]()
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(listed):
         shape, style = _table(entry, f"{file}: table {number + 1}")
         if any(one.name == shape.name for one in shapes):
             raise ConfigError(f"{file}: two tables are named {shape.name}. Rename one.")
@@ -166,7 +173,7 @@ def _read(file: Path) -> tuple[list[TableShape], dict[str, str], str, float]:
 def _table(entry: object, where: str) -> tuple[TableShape, str | None]:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where}: it is not a table of keys. Write [[table]].")
-    values: dict[str, Any] = {str(key): value for key, value in entry.items()}
+    values = {str(key): value for key, value in cast(Mapping[str, Any], entry).items()}
     _expect_keys(values, where)
     for key, (kind, least, most) in _KEYS.items():
         value = values.get(key)
@@ -179,7 +186,9 @@ def _table(entry: object, where: str) -> tuple[TableShape, str | None]:
     Layout.parse(f"{values['name']}=rows")
     style = values.pop("style", None)
     if style is not None and style not in _STYLES:
-        raise ConfigError(f"{where}: style={style}: not one of {', '.join(_STYLES)}.{did_you_mean(str(style), _STYLES)}")
+        raise ConfigError(
+            f"{where}: style={style}: not one of {', '.join(_STYLES)}.{did_you_mean(str(style), _STYLES)}"
+        )
     in_order = values.pop("sorted", True)
     if type(in_order) is not bool:
         raise ConfigError(f"{where}: sorted={in_order}: it is true or false.")
