@@ -11,6 +11,7 @@ import weft
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
+from weft.errors import WeftError
 
 ROWS, WIDTH, SAMPLES = 30, 4, 8
 
@@ -166,6 +167,37 @@ def test_all_uses_have_the_numbers_of_one_process(kind, layout, ranks2):
         assert list(weights) == list(want)
         for name, tensor in want.items():
             assert float((weights[name] - tensor).abs().max()) <= 1e-10, name
+
+
+class OtherOrder(Sum):
+    def forward(self, ids):
+        first, second = (self.a, self.b) if dist.get_rank() == 0 else (self.b, self.a)
+        a, b = first(ids), second(ids)
+        return (a * b).sum(1)
+
+
+class OtherTables(Sum):
+    def forward(self, ids):
+        a = self.a(ids)
+        return (a + self.b(ids) if dist.get_rank() == 0 else a).sum(1)
+
+
+def refusal(kind: type[nn.Module]) -> str:
+    with pytest.raises(WeftError) as caught:
+        trained(kind, "*=rows", "dp_replicate=2")
+    return str(caught.value)
+
+
+def test_ranks_with_other_lookups_are_refused(ranks2):
+    rule = "another rank looks up another table at this point of its forward. Call the same tables in the same order"
+    for message, name in zip(ranks2.run(refusal, OtherOrder), "ab", strict=True):
+        assert message.startswith(f"table '{name}.weight': {rule}")
+
+
+def test_ranks_with_more_lookups_are_refused(ranks2):
+    for message in ranks2.run(refusal, OtherTables):
+        assert "the ranks do not call the same operation here" in message
+        assert "Let every rank take the same path through the model" in message
 
 
 def test_lookups_of_a_forward_are_joined(ranks2):
