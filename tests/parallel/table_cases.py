@@ -105,7 +105,7 @@ class Script:
     case: TableCase
     cache: float = 0.3
     folder: str = ""
-    device: str | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         plan = Plan.parse(f"{self.case.plan} precision=fp64")

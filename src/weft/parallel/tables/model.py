@@ -206,8 +206,8 @@ class TableModel(FlatModel):
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         yield from super().counted_weights()
         for table in self.tables:
-            table.flush()
-            yield table.weight.detach(), table.axis.size if table.dim is None else 1
+            if table.cache is None:  # otherwise an update changes rows of the cache, not of the weight
+                yield table.weight.detach(), table.axis.size if table.dim is None else 1
 
     # --- checkpoints ---
 
