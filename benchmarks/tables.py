@@ -4,8 +4,9 @@
     python benchmarks/tables.py --ranks 4 --layout columns --optimizer rowwise_adagrad
     python benchmarks/tables.py --shrink 10              tables of a tenth of the rows
     python benchmarks/tables.py --rival torchrec         TorchRec with FBGEMM's kernels instead, if it is installed
-    python benchmarks/tables.py --host FOLDER            one table of 10 M rows of 64 in mapped files of FOLDER, and in
-                                                         memory, on one rank
+    python benchmarks/tables.py --rival apart            Weft with one exchange per table
+    python benchmarks/tables.py --host FOLDER            one table of 10 M rows of 64 in mapped files of FOLDER (or
+                                                         "memory": host memory), and all in memory, on one rank
 
 Ids follow a Zipf distribution with exponent 1.05. Both sides train with Adagrad, or Weft's tables with --optimizer.
 Printed: seconds of a step on rank 0 as median and minimum, CPU seconds of all threads, and their ratios; bytes sent
@@ -45,13 +46,18 @@ def sizes(options: argparse.Namespace) -> list[int]:
 class Recommender(nn.Module):
     """A sum of rows per sample and a small network, as far as tables are concerned."""
 
-    def __init__(self, rows: list[int], width: int):
+    def __init__(self, rows: list[int], width: int, is_joined: bool = True):
         super().__init__()
+        self.is_joined = is_joined
         self.tables = nn.ModuleList(nn.Embedding(number, width) for number in rows)
         self.top = nn.Sequential(nn.Linear(len(rows) * width, 128), nn.ReLU(), nn.Linear(128, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.top(torch.cat([table(ids[:, number]) for number, table in enumerate(self.tables)], 1)).squeeze(1)
+        found = []
+        for number, table in enumerate(self.tables):
+            rows = table(ids[:, number])
+            found.append(rows if self.is_joined else rows.contiguous())  # the first use fetches the rows
+        return self.top(torch.cat(found, 1)).squeeze(1)
 
 
 def batches(rows: list[int], options: argparse.Namespace, rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -157,7 +163,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tables = weft.TableOptimizer(options.optimizer, lr=0.02)
     step = run.train_step(model, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False)
     sides: dict[str, Any] = {"Weft": step}
-    if options.rival == "ddp":
+    if options.rival == "apart":
+        torch.manual_seed(0)
+        apart = run.parallelize(Recommender(rows, options.width, False), layout=f"tables.*={options.layout}")
+        sides["Weft, one exchange per table"] = run.train_step(
+            apart, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False
+        )
+    elif options.rival == "ddp":
         sides["DDP with dense gradients"] = Dense(rows, options)
     else:
         sides |= {f"TorchRec {kind}": TorchRec(rows, options, kind) for kind in TorchRec.KINDS}
@@ -236,7 +248,7 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divisor of the tables' rows")
     parser.add_argument("--layout", choices=("rows", "columns", "one"), default="rows")
     parser.add_argument("--optimizer", default="adagrad")
-    parser.add_argument("--rival", choices=("ddp", "torchrec"), default="ddp")
+    parser.add_argument("--rival", choices=("ddp", "torchrec", "apart"), default="ddp")
     parser.add_argument("--host", metavar="FOLDER", help="time a table in mapped files of this folder")
     parser.add_argument("--cache", type=float, default=0.05, help="with --host: share of the rows that are cached")
     parser.add_argument("--warmup", type=int, default=100, help="with --host: steps before the first that counts")
