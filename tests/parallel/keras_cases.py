@@ -18,7 +18,7 @@ from weft.config.layout import Layout
 from weft.config.plan import Plan
 from weft.errors import WeftWarning
 from weft.parallel.parallelize import parallelize
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.script.script_export import export_keras
 from weft.train.step.train_step import TrainStep
 
