@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weft.comm.mesh import build_mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.errors import WeftWarning
 from weft.parallel.parallelize import parallelize

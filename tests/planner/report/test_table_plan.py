@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from weft.cli.app import run
-from weft.cli.plan import NOTHING_FITS
-from weft.config.layout import Layout
+from weft.cli.planning.plan import NOTHING_FITS
+from weft.config.fields.layout import Layout
 from weft.errors import ConfigError
 from weft.planner.report.table_plan import plan_tables
 

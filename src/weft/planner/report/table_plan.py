@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weft.config.cluster import ClusterSpec
-from weft.config.layout import TABLE_STYLES, Layout
+from weft.config.fields.layout import TABLE_STYLES, Layout
 from weft.errors import ConfigError, did_you_mean
 from weft.planner.cost.embedding_tables import OPTIMIZER_NAMES, TableChoice, TableShape, TableWork, choose
 from weft.planner.cost.machine import Tables
