@@ -50,6 +50,7 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
 from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.model import add_tables, table_styles, table_weights
+from weft.train.batches.microbatches import ForwardFn, from_loader
 from weft.train.losses import LossFn, give_float32
 from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_errors import report_user_errors
