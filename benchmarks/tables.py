@@ -3,10 +3,15 @@
     python benchmarks/tables.py                          26 tables of 10 k to 1 M rows of 32, 2 ranks, style rows
     python benchmarks/tables.py --ranks 4 --layout columns --optimizer rowwise_adagrad
     python benchmarks/tables.py --shrink 10              tables of a tenth of the rows
+    python benchmarks/tables.py --rival torchrec         TorchRec with FBGEMM's kernels instead, if it is installed
+    python benchmarks/tables.py --rival apart            Weft with one exchange per table
+    python benchmarks/tables.py --host FOLDER            one table of 10 M rows of 64 in mapped files of FOLDER (or
+                                                         "memory": host memory), and all in memory, on one rank
 
 Ids follow a Zipf distribution with exponent 1.05. Both sides train with Adagrad, or Weft's tables with --optimizer.
-Printed: median seconds of a step on rank 0 and their ratio, bytes sent over bytes of unique rows on other ranks (both
-ways), and peak bytes of live tensors over this rank's share of weights and states.
+Printed: seconds of a step on rank 0 as median and minimum, CPU seconds of all threads, and their ratios; bytes sent
+over bytes of unique rows on other ranks (both ways), and peak bytes of live tensors over this rank's share of weights
+and states.
 """
 
 from __future__ import annotations
@@ -41,13 +46,18 @@ def sizes(options: argparse.Namespace) -> list[int]:
 class Recommender(nn.Module):
     """A sum of rows per sample and a small network, as far as tables are concerned."""
 
-    def __init__(self, rows: list[int], width: int):
+    def __init__(self, rows: list[int], width: int, is_joined: bool = True):
         super().__init__()
+        self.is_joined = is_joined
         self.tables = nn.ModuleList(nn.Embedding(number, width) for number in rows)
         self.top = nn.Sequential(nn.Linear(len(rows) * width, 128), nn.ReLU(), nn.Linear(128, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.top(torch.cat([table(ids[:, number]) for number, table in enumerate(self.tables)], 1)).squeeze(1)
+        found = []
+        for number, table in enumerate(self.tables):
+            rows = table(ids[:, number])
+            found.append(rows if self.is_joined else rows.contiguous())  # the first use fetches the rows
+        return self.top(torch.cat(found, 1)).squeeze(1)
 
 
 def batches(rows: list[int], options: argparse.Namespace, rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -69,8 +79,81 @@ def loss_fn(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return nn.functional.binary_cross_entropy_with_logits(output, batch[1], reduction="sum"), len(output)
 
 
+class Dense:
+    """A step of DistributedDataParallel with dense gradients."""
+
+    def __init__(self, rows: list[int], options: argparse.Namespace):
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(Recommender(rows, options.width))
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.02)
+
+    def __call__(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        loss_sum, number = loss_fn(self.model(batch[0]), batch)
+        (loss_sum / number).backward()
+        self.optimizer.step()
+
+
+class TorchRec:
+    """A step of TorchRec with FBGEMM's fused Adagrad, and all tables sharded in one way."""
+
+    KINDS = ("row_wise", "column_wise", "table_wise")
+
+    def __init__(self, rows: list[int], options: argparse.Namespace, kind: str):
+        import torchrec
+        from torchrec.distributed import sharding_plan
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.types import ShardingEnv, ShardingPlan
+        from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        self.names, self.batch_type, ranks = (
+            [f"t{number}" for number in range(len(rows))],
+            KeyedJaggedTensor,
+            options.ranks,
+        )
+        configs = [
+            torchrec.EmbeddingBagConfig(
+                name=name, embedding_dim=options.width, num_embeddings=count, feature_names=[name]
+            )
+            for name, count in zip(self.names, rows, strict=True)
+        ]
+        net = nn.Module()
+        net.bags = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+        net.top = Recommender([1] * len(rows), options.width).top
+        net.forward = lambda ids: net.top(net.bags(ids).values()).squeeze(1)
+        apply_optimizer_in_backward(torch.optim.Adagrad, net.bags.parameters(), {"lr": 0.02})
+        styles = {
+            name: {
+                "row_wise": sharding_plan.row_wise(),
+                "column_wise": sharding_plan.column_wise(ranks=list(range(ranks))),
+                "table_wise": sharding_plan.table_wise(rank=number % ranks),
+            }[kind]
+            for number, name in enumerate(self.names)
+        }
+        sharder = EmbeddingBagCollectionSharder()
+        plan = sharding_plan.construct_module_sharding_plan(
+            net.bags, styles, sharder=sharder, local_size=ranks, world_size=ranks, device_type="cpu"
+        )
+        self.model = DistributedModelParallel(
+            net, env=ShardingEnv.from_process_group(dist.group.WORLD), device=torch.device("cpu"),
+            plan=ShardingPlan({"bags": plan}), sharders=[sharder],
+        )  # fmt: skip
+        self.optimizer = torch.optim.Adagrad(net.top.parameters(), lr=0.02)
+
+    def __call__(self, batch: tuple[Tensor, Tensor]) -> None:
+        ids = batch[0]
+        lengths = torch.ones(ids.numel(), dtype=torch.int64)
+        jagged = self.batch_type(keys=self.names, values=ids.t().reshape(-1), lengths=lengths)
+        self.optimizer.zero_grad()
+        loss_sum, number = loss_fn(self.model(jagged), batch)
+        (loss_sum / number).backward()
+        self.optimizer.step()
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Time steps of both sides in turn, and count bytes of Weft's last step."""
+    """Time steps of all sides in turn, and count bytes of Weft's last step."""
     rows, ledger = sizes(options), Ledger()
     plan = Plan.parse(f"dp_replicate={options.ranks}")
     run = weft.Run(plan, build_mesh(plan, record=ledger.record), ledger, seed=0)
@@ -79,22 +162,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = run.parallelize(Recommender(rows, options.width), layout=f"tables.*={options.layout}")
     tables = weft.TableOptimizer(options.optimizer, lr=0.02)
     step = run.train_step(model, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False)
-    torch.manual_seed(0)
-    rival = DistributedDataParallel(Recommender(rows, options.width))
-    dense = torch.optim.Adagrad(rival.parameters(), lr=0.02)
-    ours, theirs = list[float](), list[float]()
-    for ids, labels in data:
-        dist.barrier()
-        start = time.perf_counter()
-        step((ids, labels))
-        ours.append(time.perf_counter() - start)
-        dist.barrier()
-        start = time.perf_counter()
-        dense.zero_grad()
-        loss_sum, number = loss_fn(rival(ids), (ids, labels))
-        (loss_sum / number).backward()
-        dense.step()
-        theirs.append(time.perf_counter() - start)
+    sides: dict[str, Any] = {"Weft": step}
+    if options.rival == "apart":
+        torch.manual_seed(0)
+        apart = run.parallelize(Recommender(rows, options.width, False), layout=f"tables.*={options.layout}")
+        sides["Weft, one exchange per table"] = run.train_step(
+            apart, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False
+        )
+    elif options.rival == "ddp":
+        sides["DDP with dense gradients"] = Dense(rows, options)
+    else:
+        sides |= {f"TorchRec {kind}": TorchRec(rows, options, kind) for kind in TorchRec.KINDS}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for batch in data:
+        for name, side in sides.items():
+            dist.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            side(batch)
+            times[name].append((time.perf_counter() - start, time.process_time() - used))
     engine = data_parallel(model)
     kept = [*(one.flat for one in engine.model_slices()), *(one.flat for one in engine.state_slices(step.optimizer))]
     share = sum(one.numel() * one.element_size() for one in kept)
@@ -109,7 +194,48 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         apart = ((unique < low) | (unique >= high)).sum().item() * options.width
         own = options.width * (run.mesh.rank + 1) // options.ranks - options.width * run.mesh.rank // options.ranks
         remote += 4 * (unique.numel() * (options.width - own) if options.layout == "columns" else apart)
-    return {"ours": ours[2:], "theirs": theirs[2:], "sent": sent, "rows": 2 * remote, "peak": live.peak, "share": share}
+    return {"times": times, "sent": sent, "rows": 2 * remote, "peak": live.peak, "share": share}
+
+
+HOST_ROWS, HOST_WIDTH, HOST_IDS = 10_000_000, 64, 26
+
+
+class OneTable(nn.Module):
+    """The mean of a sample's rows, and a small network."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.table = nn.EmbeddingBag(rows, HOST_WIDTH, mode="mean")
+        self.top = nn.Sequential(nn.Linear(HOST_WIDTH, 128), nn.ReLU(), nn.Linear(128, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.table(ids)).squeeze(1)
+
+
+def measure_host(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Time steps with a table in mapped files and in memory, in turn."""
+    rows, plan, sides = HOST_ROWS // options.shrink, Plan(), dict[str, Any]()
+    tail = (torch.arange(1, rows + 1, dtype=torch.float64) ** -ZIPF).cumsum(0)
+    rng = torch.Generator().manual_seed(0)
+    for style in ("host", "rows"):
+        with torch.device("meta"):
+            model = OneTable(rows)
+        run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+        more = {"table_folder": "" if options.host == "memory" else options.host, "table_cache": options.cache}
+        run.parallelize(model, layout=f"table={style}", **more)
+        tables = weft.TableOptimizer(options.optimizer, lr=0.02)
+        sides[style] = run.train_step(model, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False)
+    found: dict[str, list[float]] = {style: [] for style in sides}
+    for number in range(options.warmup + options.rounds):
+        draws = torch.rand(options.samples, HOST_IDS, generator=rng, dtype=torch.float64)
+        ids = torch.searchsorted(tail, draws * tail[-1]).clamp_(max=rows - 1)
+        ids = ids * 2_654_435_761 % rows  # frequent rows are not neighbors
+        labels = torch.randint(2, (options.samples,), generator=rng).float()
+        for style in sorted(sides, reverse=bool(number % 2)):
+            start = time.perf_counter()
+            sides[style]((ids, labels))
+            found[style].append(time.perf_counter() - start)
+    return {style: times[options.warmup :] for style, times in found.items()}
 
 
 def main() -> None:
@@ -120,14 +246,32 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2048, help="samples of a rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shrink", type=int, default=1, help="divisor of the tables' rows")
-    parser.add_argument("--layout", choices=("rows", "columns"), default="rows")
+    parser.add_argument("--layout", choices=("rows", "columns", "one"), default="rows")
     parser.add_argument("--optimizer", default="adagrad")
+    parser.add_argument("--rival", choices=("ddp", "torchrec", "apart"), default="ddp")
+    parser.add_argument("--host", metavar="FOLDER", help="time a table in mapped files of this folder")
+    parser.add_argument("--cache", type=float, default=0.05, help="with --host: share of the rows that are cached")
+    parser.add_argument("--warmup", type=int, default=100, help="with --host: steps before the first that counts")
     options = parser.parse_args()
+    if options.host:
+        times = measure_host(options)
+        host, rows = (statistics.median(times[style]) for style in ("host", "rows"))
+        print(f"step: host {host:.4f} s; all in memory {rows:.4f} s; ratio {host / rows:.3f}")
+        return
     with RankPool(options.ranks, timeout_s=3600) as pool:
         found = pool.run(measure, options)
-    ours, theirs = (statistics.median(found[0][key]) for key in ("ours", "theirs"))
+    ours = (0.0, 0.0, 0.0)
+    for name in found[0]["times"]:
+        # The slowest rank of each step.
+        walls = [max(each["times"][name][step][0] for each in found) for step in range(2, options.rounds + 2)]
+        used = [sum(each["times"][name][step][1] for each in found) for step in range(2, options.rounds + 2)]
+        ours = ours if name != "Weft" else (statistics.median(walls), min(walls), statistics.median(used))
+        theirs = statistics.median(walls), min(walls), statistics.median(used)
+        ratios = ", ".join(f"{one / other:.3f}" for one, other in zip(ours, theirs, strict=True))
+        print(
+            f"{name}: step {theirs[0]:.3f} s, minimum {theirs[1]:.3f} s, CPU {theirs[2]:.3f} s; Weft over it {ratios}"
+        )
     sent, rows = (sum(one[key] for one in found) for key in ("sent", "rows"))
-    print(f"step: {ours:.3f} s; DDP with dense gradients {theirs:.3f} s; ratio {ours / theirs:.3f}")
     print(f"sent over unique remote rows, both ways: {sent / max(rows, 1):.3f}")
     for rank, one in enumerate(found):
         print(f"rank {rank}: peak over its share of weights and states: {1 + one['peak'] / one['share']:.3f}")

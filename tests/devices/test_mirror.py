@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel.table_cases import Script, TableCase, reference
 from tools.gpu_sim.stub_library import built_library
 from tools.mirror_device.device import NAME, SOURCE, load, package_in, why_not
 from weft import env
@@ -55,6 +57,33 @@ def test_device_equals_one_process(ranks, plan):
     for result, used_memory in pool.run(train_on, f"{plan} precision=fp64", devices, CASE):
         assert used_memory
         assert result.largest_difference(plain) < 1e-12
+
+
+def train_tables(case: TableCase, devices: tuple[str, str], folder: str):
+    """Train a recommender, save it, and resume under other styles. Return its weights and the devices of tables."""
+    device = devices[dist.get_rank()]
+    if device != "cpu":
+        load()
+        torch.get_device_module(NAME).set_device(device)
+    script = Script(case, device=device)
+    script.train(0, 2)
+    script.run.save(folder, step=2, model=script.model, optimizer=script.step)
+    script = Script(replace(case, layout="{user,item}=host {genre,seen,tags}=rows"), device=device)
+    script.run.load(folder, model=script.model, optimizer=script.step)
+    script.train(2, case.steps)
+    places = [(one.weight.device.type, one.read(torch.arange(0), False).device.type) for one in script.tables]
+    return {name: tensor.cpu() for name, tensor in script.weights().items()}, places
+
+
+def test_tables_in_host_memory_equal_plain_torch(ranks, tmp_path):
+    pool, devices = ranks
+    case = TableCase("{user,seen}=host item=columns genre=replicate tags=rows", "dp_replicate=2", steps=4)
+    plain = reference(case)[1]
+    for (weights, places), device in zip(pool.run(train_tables, case, devices, str(tmp_path)), devices, strict=True):
+        kind = device.partition(":")[0]
+        assert places == [("cpu", kind)] * 2 + [(kind, kind)] * 3
+        for name, tensor in plain.items():
+            assert float((weights[name] - tensor).abs().max()) <= 1e-10, name
 
 
 @pytest.mark.full

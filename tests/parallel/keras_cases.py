@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from weft.comm.mesh import build_mesh
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.errors import WeftWarning
 from weft.parallel.parallelize import parallelize
@@ -154,10 +155,11 @@ def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     return losses.sum(), len(batch[1])
 
 
-def trained(plan: str, name: str) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+def trained(plan: str, name: str, layout: str | None = None) -> tuple[list[float], float, dict[str, torch.Tensor]]:
     """Return losses of 3 steps, Keras' accuracy of rank 0 in evaluation, and variables read from the saved file."""
     keras, mesh = load_keras(), build_mesh(Plan.parse(f"{plan} precision=fp64"))
-    model: Any = parallelize(build(name), mesh, seed=0)
+    styles = None if layout is None else Layout.parse(layout)
+    model: Any = parallelize(build(name), mesh, seed=0, layout=styles)
     trains = [param for param in model.parameters() if param.requires_grad]
     step, losses = TrainStep(model, torch.optim.SGD(trains, lr=0.2), loss_fn, mesh), []
     with warnings.catch_warnings():

@@ -14,6 +14,8 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.partitioning import microbatch_samples
 from weft.config.plan import Plan
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.tables.table import Table
 
 ROWS = {"user": 23, "item": 11, "genre": 5, "seen": 17, "tags": 7}
 WIDTH, SAMPLES, STEPS = 6, 12, 10
@@ -98,19 +100,28 @@ class TableCase:
 
 @dataclass
 class Script:
-    """A parallelized recommender of a case, with its step."""
+    """A parallelized recommender of a case, with its step. cache, folder: of style host. device: its device."""
 
     case: TableCase
+    cache: float = 0.3
+    folder: str = ""
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         plan = Plan.parse(f"{self.case.plan} precision=fp64")
         self.ledger = Ledger()
-        self.run = weft.Run(plan, build_mesh(plan, record=self.ledger.record), self.ledger, seed=0)
-        self.model = self.run.parallelize(model(), layout=self.case.layout)
+        self.run = weft.Run(plan, build_mesh(plan, self.device, self.ledger.record), self.ledger, seed=0)
+        self.model = self.run.parallelize(
+            model(), layout=self.case.layout, table_cache=self.cache, table_folder=self.folder
+        )
         self.step = self.run.train_step(
             self.model, torch.optim.AdamW, loss_fn, forward=forward, max_grad_norm=self.case.clip,
             tables=self.case.rule, lr=0.01, check_batch=False,
         )  # fmt: skip
+
+    @property
+    def tables(self) -> list[Table]:
+        return data_parallel(self.model).tables
 
     def batch(self, index: int) -> weft.Microbatches:
         plan, every = self.run.plan, samples(index)

@@ -77,6 +77,14 @@ def test_plans_train_and_save_keras_models_like_one_process(ranks2, expected):
         check(case, ranks2.run(keras_cases.trained, *case)[0], expected[case[1]])
 
 
+@pytest.mark.parametrize("style", ["rows", "host"])
+def test_embedding_layers_are_sharded_as_tables(style, ranks2, expected):
+    """This is the guide's row ParameterServerStrategy."""
+    layout = f"keras_layers.embedding={style}"
+    for plan in ("dp_replicate=2", "dp_shard=2 zero=2 accumulation=2"):
+        check((plan, layout), ranks2.run(keras_cases.trained, plan, "attention", layout)[0], expected["attention"])
+
+
 def test_one_process_trains_like_a_plain_loop(expected):
     for name in PLANS[""]:
         check(("", name), keras_cases.trained("", name), expected[name])

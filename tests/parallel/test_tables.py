@@ -48,6 +48,9 @@ LAYOUTS = [
     "{user,item,genre,seen,tags}=one",
     "{user,seen}=replicate {item,genre,tags}=rows",
     "{user,seen}=columns {item,genre,tags}=rows",
+    "{user,item,genre,seen,tags}=host",
+    "{user,seen}=host {item,tags}=columns genre=replicate",
+    "{user,seen}=host {item,tags}=rows genre=one",
 ]
 TWO = ["dp_replicate=2", "dp_shard=2 zero=2 accumulation=2", "dp_shard=2 zero=1 accumulation=5"]
 FOUR = ["dp_replicate=2 dp_shard=2 zero=1", "dp_replicate=4 accumulation=2", "dp_shard=4 zero=2 accumulation=4"]
@@ -337,17 +340,17 @@ def plain(**options: object) -> nn.Module:
 
 REFUSED = [
     (plain, "0=rows", "dp_shard=1 compile=on",
-     "compile=on: embedding tables of a layout are not built with it yet. Leave compile out, or leave rows, columns "
-     "and one out of layout."),
+     "compile=on: embedding tables of a layout are not built with it yet. Leave compile out, or leave the tables "
+     "out of layout."),
     (plain, "0=rows", "precision=fp16",
      "precision=fp16: embedding tables of a layout are not built with it yet. Use precision=fp64, precision=fp32, "
-     "precision=tf32, precision=bf16, or leave rows, columns and one out of layout."),
+     "precision=tf32, precision=bf16, or leave the tables out of layout."),
     (plain, "0=rows recompute=rows", "", "layout pattern 'recompute': it matches no module. Tables are 0."),
     (plain, "{0,1}=rows", "",
      "1=rows: 1 is a Linear, and tables are nn.Embedding or nn.EmbeddingBag. Tables are 0."),
     (plain, "0=rows 1=colwise", "",
-     "1=colwise: a layout of embedding tables has the styles rows, columns, one and replicate only. Leave this entry "
-     "out, or the tables."),
+     "1=colwise: a layout of embedding tables has the styles rows, columns, one, host, auto and replicate only. Leave "
+     "this entry out, or the tables."),
     (lambda: plain(max_norm=1.0), "0=one", "",
      "max_norm=1.0: 0 scales rows in forward, and ranks look up rows of other ranks. Use max_norm=None."),
     (lambda: plain(scale_grad_by_freq=True), "0=one", "",

@@ -174,25 +174,28 @@ CASES = [
      "Use compile=off."),
     ("tables-fit-the-plan", ["layout=user=rows", "plan=dp_shard=2 zero=3"],
      "layout=user=rows: plan.zero=3: embedding tables of a layout are not built with it yet. Use zero=0, 1 or 2, or "
-     "leave rows, columns and one out of layout."),
+     "leave the tables out of layout."),
     ("tables-fit-the-plan", ["layout=user=rows", "plan=tp=*"],
      "layout=user=rows: plan.tp=2: embedding tables of a layout are not built with it yet. Leave tp out, or leave "
-     "rows, columns and one out of layout."),
+     "the tables out of layout."),
     ("tables-need-a-plan", ["layout=user=rows", "plan=auto"],
      "layout=user=rows: it shards embedding tables, and the planner does not count them. Write the plan, such as "
-     "plan='dp_replicate=*', or leave rows, columns and one out of layout."),
+     "plan='dp_replicate=*', or leave the tables out of layout."),
     ("tables-need-torch", ["layout=user=one", "launch.engine=jax"],
      "layout=user=one: it shards embedding tables, and the JAX engine does not know them. Use launch.engine=torch, or "
-     "leave rows, columns and one out of layout."),
+     "leave the tables out of layout."),
     ("tables-have-no-adapter", ["layout=user=columns", "adapter.rank=4"],
      "layout=user=columns: it shards embedding tables, and an adapter would freeze them. Use adapter.rank=0, or leave "
-     "rows, columns and one out of layout."),
+     "the tables out of layout."),
     ("tables-have-no-averages", ["layout=user=rows", "optimizer.name=schedule_free", "schedule.kind=constant"],
      "layout=user=rows: it shards embedding tables, and averages of schedule_free would change rows that a step does "
-     "not read. Use optimizer.name=adamw, or leave rows, columns and one out of layout."),
+     "not read. Use optimizer.name=adamw, or leave the tables out of layout."),
     ("tables-are-in-the-layout", ["tables.lr=0.1"],
      "tables.optimizer=rowwise_adagrad: settings of [tables] are set, and layout shards no embedding table. Set "
      "layout, such as 'user=rows', or leave them out."),
+    ("tables-on-the-host", ["layout=user=rows", "tables.cache=0.1"],
+     "tables.cache=0.1: tables.cache and tables.folder are for tables with style host, and layout has none. Set "
+     "layout, such as 'user=host', or leave them out."),
     ("tables-decay-lazily", ["layout=user=rows", "tables.weight_decay=0.1"],
      "tables.weight_decay=0.1: tables.optimizer=rowwise_adagrad does not decay rows. Use 0, or "
      "tables.optimizer=lazy_adamw."),

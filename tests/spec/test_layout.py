@@ -68,7 +68,7 @@ def test_layout_is_read_from_a_toml_table():
 
 GOLDEN = {
     "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert, spread, spread:data, "
-    "rows, columns, one. Did you mean 'vocab'?",
+    "rows, columns, one, host, auto. Did you mean 'vocab'?",
     "embed": "layout entry 'embed': a layout consists of pattern=style entries. Use e.g. embed=vocab.",
     "a..b=vocab": (
         "layout pattern 'a..b': a module path is needed, and '*' or {a,b} may replace its parts. Use e.g. "

@@ -1,18 +1,23 @@
-"""`weft export` and `weft ckpt convert`: full weights as safetensors, or as a folder that transformers loads."""
+"""`weft export` and `weft ckpt convert`: full weights as safetensors, a folder that transformers loads, or a table."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.manifest import DTYPE_BYTES
+from weft.checkpoint.read import Part
 from weft.checkpoint.safetensors_files import RawArray, write_blocks
-from weft.errors import CheckpointError, ConfigError, MissingExtra
+from weft.errors import CheckpointError, ConfigError, MissingExtra, did_you_mean
 from weft.files import copy_companions
 
 if TYPE_CHECKING:
@@ -168,8 +173,6 @@ def converted(block: RawArray, dtype: str | None) -> RawArray:
     wanted = None if dtype is None else DTYPES[dtype]
     if wanted is None or wanted == block.dtype or block.dtype not in ("F64", "F32", "F16", "BF16"):
         return block
-    import numpy as np
-
     values = block.values().astype(np.float32)
     if wanted != "BF16":
         return RawArray.of(values.astype({"F32": np.float32, "F16": np.float16}[wanted]))
@@ -347,3 +350,90 @@ def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: floa
         write_files(tensors, "model", draft, dtype)
         copy_companions(source, draft)
     return sorted(out.iterdir()), left_out
+
+
+# Embedding tables, read range by range.
+
+#: Bytes of rows that are read at once.
+_ROWS_BYTES = 2**26
+
+
+def export_table(
+    checkpoint: Checkpoint, table: str, out: Path, *, group: str = "model", dtype: str | None = None
+) -> str:
+    """Write an embedding table to a new .npy or .parquet file, and return a description of it.
+
+    A parquet file has the columns id (int64) and row (a list of floats of fixed size). At most _ROWS_BYTES of the table
+    are in memory, whichever plan saved it.
+
+    Args:
+        checkpoint, group, dtype: as in `export_weights`.
+        table: path of the nn.Embedding or nn.EmbeddingBag.
+        out: output file.
+
+    Raises:
+        ConfigError: for another suffix, a file that exists, or a table that the checkpoint lacks.
+        CheckpointError: if the checkpoint cannot be read, or the file cannot be written.
+    """
+    if out.suffix not in (".npy", ".parquet"):
+        raise ConfigError(f"OUT={out}: a table is written as .npy or .parquet. Write {table}.parquet.")
+    if out.exists():
+        raise ConfigError(f"OUT={out}: the file exists, and Weft does not overwrite it. Give another name.")
+    entries = checkpoint.entries(group)
+    name = f"{table}.weight"
+    tables = [key.removesuffix(".weight") for key, one in entries.items() if _is_table(key, one.shape)]
+    if table not in tables:
+        hint = did_you_mean(table, tables) or f" Matrices are {_some(tables)}."
+        raise ConfigError(f"--table {table}: the checkpoint has no matrix {name}.{hint}")
+    entry = entries[entries[name].same_as or name]
+    name, (num_rows, width) = entries[name].same_as or name, entry.shape
+    if entry.dtype not in ("F64", "F32", "F16", "BF16"):
+        raise ConfigError(f"--table {table}: its numbers are {entry.dtype}, and floating-point tables are written.")
+
+    def blocks() -> Iterator[np.ndarray]:
+        at_once = max(1, _ROWS_BYTES // (width * DTYPE_BYTES[entry.dtype]))
+        for start in range(0, num_rows, at_once):
+            rows = min(at_once, num_rows - start)
+            data = memoryview(bytearray(rows * width * DTYPE_BYTES[entry.dtype]))
+            checkpoint.read(group, name, Part(entry.shape), start * width, data)
+            block = RawArray(entry.dtype, (rows, width), data)
+            yield converted(block, dtype).values()  # bf16 as float32
+
+    with _draft_folder(out, "OUT") as work:
+        draft = work / out.name
+        _write_npy(draft, blocks(), num_rows, width) if out.suffix == ".npy" else _write_parquet(draft, blocks(), width)
+        os.rename(draft, out)
+    return f"{num_rows:,} rows of {width}"
+
+
+def _is_table(name: str, shape: tuple[int, ...]) -> bool:
+    return name.endswith(".weight") and len(shape) == 2 and min(shape) > 0
+
+
+def _some(names: list[str]) -> str:
+    return "none" if not names else ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _write_npy(file: Path, blocks: Iterator[np.ndarray], num_rows: int, width: int) -> None:
+    first = next(blocks)
+    target = np.lib.format.open_memmap(file, "w+", first.dtype, (num_rows, width))
+    start = 0
+    for block in itertools.chain([first], blocks):
+        target[start : start + len(block)] = block
+        start += len(block)
+    target.flush()
+
+
+def _write_parquet(file: Path, blocks: Iterator[np.ndarray], width: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    first = next(blocks)
+    schema = pa.schema([("id", pa.int64()), ("row", pa.list_(pa.from_numpy_dtype(first.dtype), width))])
+    start = 0
+    with pq.ParquetWriter(file, schema) as writer:
+        for block in itertools.chain([first], blocks):
+            ids = pa.array(np.arange(start, start + len(block)))
+            rows = pa.FixedSizeListArray.from_arrays(pa.array(block.reshape(-1)), width)
+            writer.write_table(pa.Table.from_arrays([ids, rows], schema=schema))
+            start += len(block)

@@ -141,15 +141,19 @@ def _counts(
 
 
 def largest_count(send: Sequence[int], axis: Axis, device: torch.device) -> int:
-    """Return `most` of `all_to_all` for several exchanges with the same counts. All ranks of the axis call it.
+    """Return `most` of `all_to_all` for several exchanges with the same counts, as `largest_counts` does."""
+    return largest_counts((send,), axis, device)[0]
 
-    Backends that need no common bound exchange nothing; then the result is this rank's maximum.
+
+def largest_counts(sends: Sequence[Sequence[int]], axis: Axis, device: torch.device) -> list[int]:
+    """Return `most` of several calls of `all_to_all` from their counts. All ranks of the axis call it.
+
+    Backends that need no common bound exchange nothing; then the results are this rank's maxima.
     """
-    if axis.size == 1:
-        return max(send)
-    if link_of(axis, device).self_driven:
-        return max(send)  # the backend needs no common bound
-    return int(all_reduce(torch.tensor([max(send)]), axis, op="max"))
+    own = [max(send) for send in sends]
+    if axis.size == 1 or link_of(axis, device).self_driven:
+        return own
+    return [int(most) for most in all_reduce(torch.tensor(own), axis, op="max")]
 
 
 # Lanes: groups of two ranks for messages of one kind in one direction, so that no message waits behind another kind.

@@ -26,4 +26,4 @@ def table_plan_problems(plan: Plan) -> list[Problem]:
 def _problem(plan: Plan, name: str, remedy: str) -> Problem:
     value = PLAN_FIELDS[name].kind.write(getattr(plan, name))
     why = "embedding tables of a layout are not built with it yet"
-    return Problem(name, f"{name}={value}: {why}. {remedy}, or leave rows, columns and one out of layout.")
+    return Problem(name, f"{name}={value}: {why}. {remedy}, or leave the tables out of layout.")

@@ -10,7 +10,7 @@ from weft.config.sections import Fraction, NonNegative, PositiveFloat, Section
 
 
 class TableSection(Section):
-    """Optimizer of the embedding tables that `layout` shards over the data ranks."""
+    """Optimizer and memory of the embedding tables that `layout` shards over the data ranks."""
 
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adamw"] = "rowwise_adagrad"
     """It changes only rows that a step reads. rowwise_adagrad has one sum per row. lazy_adamw changes the moments of a
@@ -23,3 +23,7 @@ class TableSection(Section):
     """Added to the root of the squared gradients."""
     weight_decay: NonNegative = 0.0
     """lazy_adamw: weight decay of rows that are read."""
+    cache: PositiveFloat = Field(default=0.05, le=1)
+    """Share of the rows that the device caches, for tables with style host."""
+    folder: str = ""
+    """Folder of a mapped file for each table with style host and each of its states. "": host memory."""

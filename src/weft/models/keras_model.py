@@ -61,6 +61,18 @@ class KerasConv1D(KerasVariables):
         return product.view(*x.shape[:-1], product.shape[-1])
 
 
+class KerasEmbedding(KerasVariables):
+    """The table of a Keras Embedding layer, (num_embeddings, embedding_dim), with the attributes of an nn.Embedding."""
+
+    weight: Tensor
+    padding_idx = max_norm = None
+    scale_grad_by_freq = False
+
+    def __init__(self, num_embeddings: int, embedding_dim: int):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+
 def is_keras(model: nn.Module) -> bool:
     """Return True for a layer or model of Keras 3."""
     keras = sys.modules.get("keras")
@@ -131,6 +143,8 @@ def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: 
             layer.__dict__["call"] = MethodType(_call_dense, layer)
             if plan.tp > 1:
                 layer.input_spec = None
+        if isinstance(holder, KerasEmbedding):
+            layer.__dict__["call"] = MethodType(_call_embedding, layer)
         layer.__dict__[_ADOPTED] = type(layer)
     _register_layers(model)
     every: Any = model
@@ -174,6 +188,10 @@ def _check_inner(model: nn.Module, plan: Plan, data_ranks: int) -> None:
 def _holder_of(layer: Any, owned: set[int]) -> KerasVariables:
     """Return an empty holder. owned: ids of variables of outer layers, such as the kernel in SpectralNormalization."""
     keras: Any = sys.modules["keras"]
+    if type(layer).call is keras.layers.Embedding.call and [one.name for one in layer._trainable_variables] == [
+        "embeddings"
+    ]:
+        return KerasEmbedding(layer.input_dim, layer.output_dim)
     is_plain = type(layer).call is keras.layers.Dense.call and len(layer._trainable_variables) == 1 + layer.use_bias
     is_plain = is_plain and not any(id(variable) in owned for variable in layer._trainable_variables)
     is_plain = is_plain and layer.compute_dtype == layer.variable_dtype and layer.quantization_mode is None
@@ -184,6 +202,14 @@ def _call_dense(layer: Any, inputs: Tensor, training: bool | None = None) -> Ten
     """Compute a Dense layer through its module, which tensor parallelism can shard."""
     out = layer._modules[VARIABLES](inputs)
     return out if layer.activation is None else layer.activation(out)
+
+
+def _call_embedding(layer: Any, inputs: Tensor) -> Tensor:
+    """Look up a sharded table through its module, and any other as Keras does."""
+    holder = layer._modules[VARIABLES]
+    if type(holder) is KerasEmbedding:
+        return layer.__dict__[_ADOPTED].call(layer, inputs)
+    return sys.modules["keras"].ops.cast(holder(inputs), layer.compute_dtype)
 
 
 def _own_variables(layer: Any) -> Iterator[Any]:
@@ -256,7 +282,8 @@ def _draws_from_seed(layer: Any) -> bool:
 
 def _bind(variable: Any, holder: KerasVariables, *, is_parameter: bool) -> None:
     """Move a variable's tensor into a module, and let the variable read it there."""
-    short = "weight" if isinstance(holder, KerasConv1D) and variable.name == "kernel" else variable.name
+    is_weight = (type(holder), variable.name) in ((KerasConv1D, "kernel"), (KerasEmbedding, "embeddings"))
+    short: str = "weight" if is_weight else variable.name
     name = short = short.replace(".", "_")
     number = 1
     while hasattr(holder, name):

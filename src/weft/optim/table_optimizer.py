@@ -110,15 +110,15 @@ class TableOptimizer:
             case "sgd":
                 change = grads_RD
             case "adagrad":
-                sums_RD = _added(states["sum"], rows_R, grads_RD.square())
+                sums_RD = _add(states["sum"], rows_R, grads_RD.square())
                 change = grads_RD / sums_RD.sqrt_().add_(self.eps)
             case "rowwise_adagrad":
                 assert mean_squares_R is not None
-                sums_R = _added(states["row_sum"], rows_R, mean_squares_R)
+                sums_R = _add(states["row_sum"], rows_R, mean_squares_R)
                 change = grads_RD / sums_R.sqrt_().add_(self.eps)[:, None]
             case _:
                 change = self._adam_change(weight, states, rows_R, grads_RD, lr, step)
-        weight.index_add_(0, rows_R, change, alpha=-lr)
+        _add(weight, rows_R, change, -lr)
 
     def _adam_change(
         self, weight: Tensor, states: dict[str, Tensor], rows_R: Tensor, grads_RD: Tensor, lr: float, step: int
@@ -135,10 +135,11 @@ class TableOptimizer:
         return change.add_(weight.index_select(0, rows_R), alpha=self.weight_decay) if self.weight_decay else change
 
 
-def _added(state: Tensor, rows_R: Tensor, values: Tensor) -> Tensor:
-    """Add values to rows of a state, and return the new rows."""
-    state.index_add_(0, rows_R, values)
-    return state.index_select(0, rows_R)
+def _add(tensor: Tensor, rows_R: Tensor, values: Tensor, factor: float = 1.0) -> Tensor:
+    """Add values times a factor to unique rows of a tensor, and return the new rows."""
+    found = tensor.index_select(0, rows_R).add_(values, alpha=factor)
+    tensor.index_copy_(0, rows_R, found)  # index_add_ is slower on CPUs, because rows could repeat
+    return found
 
 
 def dense_equivalent(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> TableOptimizer | None:

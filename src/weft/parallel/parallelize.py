@@ -46,7 +46,8 @@ from weft.parallel.state.materialize import guard_model, move
 from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
-from weft.parallel.tables.apply import shard_tables
+from weft.parallel.tables.apply import outside_model, shard_tables
+from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.table import Table
 from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, shard_tensors
 from weft.parallel.tiled_mlp import tile_mlps
@@ -86,6 +87,7 @@ class Application:
     full_samples: FullSamplesPlan | None = None
     placements: dict[str, Placement] = field(default_factory=dict)
     host: Host | None = None
+    host_tables: HostSettings = field(default_factory=HostSettings)
     tables: list[Table] = field(default_factory=list[Table])
 
     @property
@@ -145,7 +147,13 @@ def _check_full_model(run: Application) -> None:
 
 def _shard_tables(run: Application) -> None:
     assert run.layout is not None
-    run.tables, run.layout = shard_tables(run.model, run.mesh, run.layout), None
+    run.tables = shard_tables(run.model, run.mesh, run.layout, run.host_tables, run.example)
+    run.layout = None
+
+
+def _move(run: Application) -> None:
+    with outside_model([table for table in run.tables if table.host is not None]):
+        move(run.model, run.mesh.device)
 
 
 def _choose_float8(run: Application) -> None:
@@ -235,7 +243,7 @@ FINISH = (
     Technique(lambda run: use_float8(run.model), when=lambda run: run.plan.precision == "fp8"),
     Technique(lambda run: group_norms(run.model, run.mesh, run.norm_group), when=lambda run: run.norm_group != 0),
     Technique(_defer_weight_gradients, when=lambda run: run.plan.pp > 1),
-    Technique(lambda run: move(run.model, run.mesh.device)),
+    Technique(_move),
     Technique(lambda run: tile_mlps(run.model, run.plan.mlp_tiles), when=lambda run: run.plan.mlp_tiles > 1),
     # Compiled blocks include recomputation, so recompute comes before compilation.
     Technique(lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"])),
@@ -267,6 +275,14 @@ def _apply(techniques: Sequence[Technique], run: Application) -> None:
             technique.apply(run)
 
 
+def _attach_engine(run: Application, engine: DataParallel, before: Mapping[str, Original], mesh: Mesh) -> None:
+    # Encoders communicate in hooks that run outside all others.
+    distribute_encoders(run.model, run.mesh, run.encoders)
+    attach(run.model, engine, before)
+    attach_local_sgd(run.model, engine, mesh)
+    guard_model(run.model, engine.axes)
+
+
 def _build_engine(run: Application, filled_later: bool) -> DataParallel:
     return build_engine(
         run.model, run.mesh, run.placements, tables=run.tables, host=run.host, seed=run.seed, filled_later=filled_later
@@ -287,6 +303,7 @@ def parallelize(
     fp8_recipe: str = "rowwise",
     example: Any = None,
     noise: tuple[str, float] | None = None,
+    host_tables: HostSettings | None = None,
 ) -> nn.Module:
     """Apply the mesh's plan to `model`, in place, before its optimizer exists. Returns the same module.
 
@@ -304,6 +321,7 @@ def parallelize(
         fp8_recipe: with precision=fp8, "rowwise" or "tensorwise" scales.
         example: arguments of a forward with which tp, sp and cp trace the model, or None to generate them.
         noise: path of the input embedding and largest noise on its output in training, or None.
+        host_tables: cache and folder of embedding tables with style host; None for the defaults.
 
     Raises:
         ModelError: if the model was already parallelized, or the plan does not support it.
@@ -319,6 +337,7 @@ def parallelize(
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
     _warn_of_growth(before, mesh)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
+    run.host_tables = host_tables or HostSettings()
     run.full_samples = _full_samples(model, replica, example) if placements is None else None
     _apply(PREPARE, run)
     if placements is None:
@@ -326,12 +345,7 @@ def parallelize(
     else:
         run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
     _apply(FINISH, run)
-    engine = _build_engine(run, filled_later)
-    # Encoders communicate in hooks that run outside all others.
-    distribute_encoders(model, replica, run.encoders)
-    attach(model, engine, before)
-    attach_local_sgd(model, engine, mesh)
-    guard_model(model, engine.axes)
+    _attach_engine(run, _build_engine(run, filled_later), before, mesh)
     watch_local_means(model, replica, groups_norms=norm_groups_of(model) is not None)
     params.watch(model, replica.plan.compile)
     return model

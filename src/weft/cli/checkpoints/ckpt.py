@@ -284,6 +284,17 @@ def diff(
     raise typer.Exit(found.exit_code)
 
 
+Gguf = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a GGUF file for llama.cpp instead of a folder.")]
+Program = Annotated[
+    str | None,
+    typer.Option("--to", metavar="program", help="Write a program of torch.export, FOLDER is then OUT.pt2."),
+]
+EmbeddingTable = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="Write this embedding table, FOLDER is then OUT.parquet (default) or OUT.npy."),
+]
+
+
 def export(
     run: One,
     out: Annotated[str | None, typer.Argument(metavar="FOLDER", help="Folder to create.", show_default=False)] = None,
@@ -302,18 +313,18 @@ def export(
     own_names: Annotated[
         bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
     ] = False,
-    gguf: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a GGUF file for llama.cpp instead of a folder.")
-    ] = None,
+    gguf: Gguf = None,
     check: Annotated[
         bool, typer.Option(help="With --gguf: read the file back and compare greedy tokens, in fp32.")
     ] = True,
-    to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="program", help="Write a program of torch.export, FOLDER is then OUT.pt2."),
-    ] = None,
+    to: Program = None,
+    table: EmbeddingTable = None,
 ) -> None:
     """Write a model that transformers loads: safetensors, config, tokenizer, model card. Any plan may have saved it."""
+    if table is not None:
+        others = {"to": to, "gguf": gguf, "like": like, "merge": merge, "own-names": own_names, "no-check": not check}
+        _export_table(table, one_of(run if step is None else f"{run}@{step}"), out, group, dtype, others)
+        return
     if to is not None:
         others = {"gguf": gguf, "like": like, "own-names": own_names, "group": group != "model", "no-check": not check}
         _export_program(to, run, out, step, dtype, others)
@@ -340,6 +351,21 @@ def export(
         return
     files = export_weights(opened, folder, group=group, dtype=dtype, like=base, run=trained, merged=merge)
     print_line(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
+
+
+def _export_table(
+    name: str, checkpoint: Location, out: str | None, group: str, dtype: str | None, others: dict[str, object]
+) -> None:
+    """Write an embedding table. `others`: options that do not belong to it."""
+    from weft.cli.export import expect_format, export_table
+
+    if wrong := next((option for option, value in others.items() if value), None):
+        raise ConfigError(f"--{wrong}: it sets something else to write than --table. Use one of them.")
+    expect_format(dtype)
+    file = Path(f"{name.replace('/', '_')}.parquet" if out is None else out)
+    opened = load_checkpoint(checkpoint, verify=True)
+    line = export_table(opened, name, file, group=group, dtype=dtype)
+    print_line(f"table {name} of step {opened.step} of {opened.path} is in {file}: {line}.")
 
 
 def _export_program(

@@ -181,6 +181,18 @@ Refine = Annotated[
 ]
 
 
+TablesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--tables",
+        metavar="FILE.toml",
+        help="Choose styles of embedding tables instead: weft plan CLUSTER --tables FILE. Entries [[table]] have name, "
+        "rows, width, and optionally ids (of a sample), zipf, sorted and style.",
+        show_default=False,
+    ),
+]
+
+
 # `weft plan --learn RUN`: update a profile with the measurements of a finished run.
 
 
@@ -238,6 +250,7 @@ def plan(
     new: New = None,
     batch: Batch = None,
     compiles: Compile = False,
+    tables: TablesFile = None,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
     texts, others = GenerationOptions(purpose, prompt, new, batch), {"compile": compiles}
@@ -246,10 +259,9 @@ def plan(
     files = {"draw": draw, "waterfall": waterfall, "memory": memory, "out": out, "pareto": pareto, "html": html}
     others |= {"tune": tune, "run": run, "price": price, "compare": compare, "what_if": what_if, "why_not": why_not}
     with _errors_as_json() if json else nullcontext(), _light_start():
-        if learn is not None:
-            learn_from(learn, profile)
-            if model is None:
-                return
+        alone = {**others, **data, **files, "cluster": cluster, "for": purpose}
+        if _answers_alone(learn, profile, tables, model, device, alone, as_json=json):
+            return
         model, cluster = _inputs(model, cluster, more, device)
         is_generation = texts.is_asked(data | files | others | {"sort": sort, "grid": grid})
         described = _described(model, save_model, caches=is_generation)
@@ -258,9 +270,37 @@ def plan(
             return
         if _answer_several_clusters(described, cluster, others, data | settings, as_json=json, sort=sort):
             return
-        asked = _question(described, cluster, tune, data | settings)
-        found = _ordered(_find(asked, others), sort, grid)
+        found = _ordered(_find(_question(described, cluster, tune, data | settings), others), sort, grid)
         _show(found, top, price, files, reasons=reasons, as_json=json)
+
+
+def _answers_alone(
+    learn: Path | None, profile: Path | None, tables: Path | None, model: str | None, device: str | None,
+    others: dict[str, Any], *, as_json: bool,
+) -> bool:  # fmt: skip
+    """Learn from a run, and choose styles of tables, if the command requests it. Return True if nothing is left."""
+    if learn is not None:
+        learn_from(learn, profile)
+    if tables is not None:
+        _plan_tables(tables, model, device, others, as_json=as_json)
+    return tables is not None or (learn is not None and model is None)
+
+
+def _plan_tables(file: Path, cluster: str | None, device: str | None, others: dict[str, Any], as_json: bool) -> None:
+    """Print styles of embedding tables. others: options that must have their defaults, except global_batch."""
+    for name, value in others.items():
+        if value and name != "global_batch":
+            raise ConfigError(f"{name}={value}: --tables takes CLUSTER, --device and --global-batch. Leave it out.")
+    if device is not None:
+        cluster = described_clusters(device, cluster)
+    if cluster is None:
+        raise ConfigError("weft plan --tables needs CLUSTER. Write e.g. weft plan 8xh100 --tables tables.toml.")
+    from weft.planner.report.table_plan import plan_tables
+
+    found = plan_tables(file, cluster, others["global_batch"])
+    typer.echo(dumps(found.as_table(), indent=2) if as_json else "\n".join(found.lines()))
+    if not found.fits:
+        raise typer.Exit(NOTHING_FITS)
 
 
 def _ordered(found: Findings, sort: SortBy | None, grid: str | None) -> Findings:

@@ -21,8 +21,9 @@ from weft.errors import LayoutError, did_you_mean
 #: rows of an embedding or head; replicate: full copy on every rank; partial: full copy on every rank, each rank uses
 #: only its own heads or features, so gradients are summed; expert: distribute experts; spread: full encoder on every
 #: rank, each rank computes some of its inputs; spread:data: also inputs of other data ranks.
-#: Embedding tables over the data ranks: rows, columns: shard their rows or columns; one: one rank holds the table.
-TABLE_STYLES = ("rows", "columns", "one")
+#: Embedding tables over the data ranks: rows, columns: shard their rows or columns; one: one rank holds the table;
+#: host: shard their rows in host memory, with a cache on the device; auto: chosen by size.
+TABLE_STYLES = ("rows", "columns", "one", "host", "auto")
 STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert", "spread", "spread:data", *TABLE_STYLES)
 #: The style of a fused layer includes the number of equal segments, or their sizes: colwise:3, colwise:64+16+16.
 _FUSED = re.compile(r"colwise:(?:[1-9][0-9]*)(?:\+[1-9][0-9]*)*", re.ASCII)

@@ -34,8 +34,7 @@ def _not_with_tables(name: str, key: str, predicate: Callable[[RunConfig], bool]
         reason=f"If a layout shards embedding tables, {why}.",
         predicate=lambda config: _has_tables(config) and predicate(config),
         message=lambda config: (
-            f"{config.layout}: it shards embedding tables, and {why}. {remedy}, or leave rows, "
-            "columns and one out of layout."
+            f"{config.layout}: it shards embedding tables, and {why}. {remedy}, or leave the tables out of layout."
         ),
     )
 
@@ -66,6 +65,20 @@ TABLE_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: (
             f"{config.tables.optimizer}: settings of [tables] are set, and layout shards no embedding table. Set "
             "layout, such as 'user=rows', or leave them out."
+        ),
+    ),
+    ConfigRule(
+        name="tables-on-the-host",
+        keys=("tables.cache", "tables.folder", "layout"),
+        reason="Only tables with style host (or auto) have a cache and mapped files.",
+        predicate=lambda config: (
+            (config.tables.cache, config.tables.folder) != (TableSection().cache, TableSection().folder)
+            and _has_tables(config)
+            and not {"host", "auto"} & {style for _, style in Layout.read(config.layout).pairs}
+        ),
+        message=lambda config: (
+            f"{config.tables.cache}: tables.cache and tables.folder are for tables with style host, and layout has "
+            "none. Set layout, such as 'user=host', or leave them out."
         ),
     ),
     ConfigRule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +18,29 @@ from weft.errors import CommError, LayoutError, ModelError, PlanError
 from weft.models.adapters import adapted
 from weft.models.initialize import initialise_parameter
 from weft.models.inspect.blocks import replace_class
+from weft.models.keras_model import VARIABLES, KerasEmbedding
 from weft.parallel.state.precision import Precision
-from weft.parallel.tables.lookup import TableBag, TableEmbedding
-from weft.parallel.tables.table import Table, starts_of
+from weft.parallel.tables.choice import choose_styles
+from weft.parallel.tables.host import HostSettings
+from weft.parallel.tables.lookup import KerasTable, TableBag, TableEmbedding
+from weft.parallel.tables.table import LookupQueue, Table, starts_of
 from weft.private_torch import named_modules
 
-_KINDS = {nn.Embedding: TableEmbedding, nn.EmbeddingBag: TableBag}
+#: Modules with tables. All have the attributes of an nn.Embedding.
+TableModule = nn.Embedding | nn.EmbeddingBag | KerasEmbedding
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Embedding: TableEmbedding,
+    nn.EmbeddingBag: TableBag,
+    KerasEmbedding: KerasTable,
+}
 
 
-def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout) -> list[Table]:
+def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: HostSettings, example: Any = None) -> list[Table]:
     """Replace the tables that a layout names by this rank's parts. All ranks call it. Modifies the model.
+
+    Args:
+        host: settings of tables with style host.
+        example: arguments of a forward, which style auto counts ids of, or None.
 
     Raises:
         PlanError: if the plan does not support tables.
@@ -39,14 +53,19 @@ def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout) -> list[Table]:
     if adapted(model) is not None:
         raise ModelError("model: it has an adapter, and tables of a layout are trained in full. Leave one of them out.")
     modules, axis, precision = _named_tables(model, layout), mesh.data, Precision.of(mesh.plan)
-    owners = _owners(modules, axis.size)
     _expect_same(modules, axis, mesh.device)
-    tables: list[Table] = []
+    asked = {path: module for path, (module, style) in modules.items() if style == "auto"}
+    chosen = choose_styles(model, asked, axis, mesh.device, example) if asked else {}
+    modules |= {path: (module, chosen[path].cost.style) for path, module in asked.items()}
+    owners = _owners(modules, axis.size)
+    tables, queue = list[Table](), LookupQueue()
     for path, (module, style) in modules.items():
         full = module.get_parameter("weight")
         shape = (full.shape[0], full.shape[1])
         starts = starts_of(style, shape, axis.size, owners.get(path, 0))
-        table = Table(f"{path}.weight", module, style, axis, starts, full, shape, precision.compute)
+        table = Table(f"{path}.weight", module, style, axis, starts, full, shape, precision.compute, queue)
+        table.why = chosen[path].why if path in chosen else "set by the layout"
+        table.host = host if style == "host" else None
         if full.is_meta:
             part = torch.empty(table.part_of(full).shape, dtype=precision.master, device="meta")
         else:
@@ -57,32 +76,40 @@ def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout) -> list[Table]:
     return tables
 
 
-def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]]:
+def _named_tables(model: nn.Module, layout: Layout) -> dict[str, tuple[TableModule, str]]:
     """Return the tables of a layout, each with its style, by path. Raises an error for an entry without a table."""
     known = {path: module for path, module in named_modules(model) if path}
     if unused := layout.unused(known):
         raise LayoutError(f"layout pattern {unused[0]!r}: it matches no module. Tables are {_listed(known)}.")
-    found: dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]] = {}
+    found: dict[str, tuple[TableModule, str]] = {}
     for path, module in known.items():
         style = layout.match(path)
         if style is None:
             continue
+        holder = dict(module.named_children()).get(VARIABLES)
+        if isinstance(holder, KerasEmbedding):
+            path, module = f"{path}.{VARIABLES}", holder
         if type(module) not in _KINDS:
+            if style == "auto":
+                continue  # its patterns select tables among other modules
             raise LayoutError(
                 f"{path}={style}: {path} is a {type(module).__name__}, and tables are nn.Embedding or "
                 f"nn.EmbeddingBag. Tables are {_listed(known)}."
             )
-        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        assert isinstance(module, TableModule)
         _refuse_unsupported(path, module, model)
         found[path] = module, style
+    if not found:
+        raise LayoutError(f"layout {layout}: its patterns match no table. Tables are {_listed(known)}.")
     return found
 
 
 def _listed(known: dict[str, nn.Module]) -> str:
-    return ", ".join(path for path, module in known.items() if type(module) in _KINDS) or "none in this model"
+    paths = (path.removesuffix(f".{VARIABLES}") for path, module in known.items() if type(module) in _KINDS)
+    return ", ".join(paths) or "none in this model"
 
 
-def _refuse_unsupported(path: str, module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> None:
+def _refuse_unsupported(path: str, module: TableModule, model: nn.Module) -> None:
     if module.max_norm is not None:
         raise ModelError(
             f"max_norm={module.max_norm}: {path} scales rows in forward, and ranks look up rows of other ranks. Use "
@@ -105,7 +132,7 @@ def _refuse_unsupported(path: str, module: nn.Embedding | nn.EmbeddingBag, model
         )
 
 
-def _owners(modules: dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]], num_ranks: int) -> dict[str, int]:
+def _owners(modules: dict[str, tuple[TableModule, str]], num_ranks: int) -> dict[str, int]:
     """Return the rank of each table with style "one": in order of size, the rank with the fewest elements so far.
 
     Raises LayoutError for style columns with fewer columns than ranks.
@@ -124,9 +151,7 @@ def _owners(modules: dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]], num_
     return owners
 
 
-def _expect_same(
-    modules: dict[str, tuple[nn.Embedding | nn.EmbeddingBag, str]], axis: Axis, device: torch.device
-) -> None:
+def _expect_same(modules: dict[str, tuple[TableModule, str]], axis: Axis, device: torch.device) -> None:
     """Raise CommError if ranks have different tables, before a collective could fail on their shapes."""
     rows = [(path, style, tuple(module.weight.shape)) for path, (module, style) in modules.items()]
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=8).digest()
@@ -157,7 +182,7 @@ def materialize_tables(tables: Sequence[Table], seed: int | None, filled_later: 
         weight = table.weight
         if not weight.is_meta:
             continue
-        part = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        part = table.empty(weight.shape, weight.dtype, device)
         if not filled_later:
             if seed is None:
                 raise ModelError(f"parameter {table.name!r}: it is on the meta device. Give seed= to make its values.")

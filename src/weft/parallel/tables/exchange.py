@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from weft.comm.collectives import all_reduce
-from weft.comm.peer import start_all_to_all
-from weft.comm.pending import Pending
+from weft.comm.peer import all_to_all
+from weft.parallel.tables.requests import by_lookup, by_rank, totals
 from weft.parallel.tables.table import Table, TableCall
+from weft.private_torch import split
 
 
 @torch.no_grad()
@@ -23,12 +24,9 @@ def exchange_gradients(tables: Sequence[Table], device: torch.device) -> Tensor:
 
     All ranks call it. Returns this rank's part of the squared gradient norm of all tables, 0-d float64.
     """
-    pending = [(table, [_send(table, call) for call in table.calls]) for table in tables if table.dim is not None]
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    for table, sent in pending:
-        width = table.columns_of(table.axis.rank)
-        _store(table, [call.wanted for call in table.calls], [one.wait().view(-1, width) for one in sent])
+    _return_gradients([table for table in tables if table.dim is not None])
     _reduce_replicated([table for table in tables if table.dim is None])
+    square = torch.zeros((), dtype=torch.float64, device=device)
     for table in tables:
         table.calls = []
         if table.grads is not None and (table.dim is not None or table.axis.rank == 0):
@@ -36,19 +34,26 @@ def exchange_gradients(tables: Sequence[Table], device: torch.device) -> Tensor:
     return square
 
 
-def _send(table: Table, call: TableCall) -> Pending:
-    """Start to return the gradients of a lookup to the ranks that hold its rows."""
-    axis, grad = table.axis, _gradient_of(call)
-    if table.dim == 0:
-        return start_all_to_all(grad, axis, send=call.send, receive=call.receive, most=call.most)
-    widths, own = [table.columns_of(rank) for rank in range(axis.size)], table.columns_of(axis.rank)
-    return start_all_to_all(
-        torch.cat([block.reshape(-1) for block in grad.split(widths, 1)]),
-        axis,
-        send=[count * width for count, width in zip(call.send, widths, strict=True)],
-        receive=[count * own for count in call.receive],
-        most=call.most * max(widths),
-    )
+def _return_gradients(tables: Sequence[Table]) -> None:
+    """Return the gradients of all lookups to the ranks that hold their rows, and add them by row."""
+    calls = [(table, call) for table in tables for call in table.calls]
+    arrived: list[Tensor] = []
+    if calls:
+        axis, queue = tables[0].axis, tables[0].queue
+        send, receive, pieces = list[list[int]](), list[list[int]](), list[list[Tensor]]()
+        for table, call in calls:
+            widths, own = [table.columns_of(rank) for rank in range(axis.size)], table.columns_of(axis.rank)
+            send.append([count * width for count, width in zip(call.send, widths, strict=True)])
+            receive.append([count * own for count in call.receive])
+            grad = _gradient_of(call)
+            parts = split(grad, call.send) if table.dim == 0 else split(grad, widths, 1)
+            pieces.append([part.reshape(-1) for part in parts])
+        flat = all_to_all(by_rank(pieces), axis, send=totals(send), receive=totals(receive), most=queue.most)
+        arrived = [torch.cat(list(one)) for one in by_lookup(flat, receive)]
+    for table in tables:
+        width, number = table.columns_of(table.axis.rank), len(table.calls)
+        _store(table, [call.wanted for call in table.calls], [one.view(-1, width) for one in arrived[:number]])
+        arrived = arrived[number:]
 
 
 def _gradient_of(call: TableCall) -> Tensor:

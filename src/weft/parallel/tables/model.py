@@ -22,7 +22,7 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.placement import Placement
 from weft.parallel.tables.apply import materialize_tables, outside_model
 from weft.parallel.tables.exchange import exchange_gradients, mean_squares
-from weft.parallel.tables.lookup import refuse_weight
+from weft.parallel.tables.lookup import open_lookups, refuse_weight
 from weft.parallel.tables.table import Table
 from weft.parallel.zero_flat.model import FlatModel
 
@@ -47,10 +47,22 @@ class TableUpdate:
         if table.rows is None or table.grads is None:
             return
         squares = mean_squares(table) if self.rule.needs_mean_squares else None
-        self.rule.update(
-            table.weight.detach(), self.states, table.rows, table.grads * factor, lr=float(self.group["lr"]),
-            step=self.step, mean_squares_R=None if squares is None else squares * factor**2,
-        )  # fmt: skip
+        grads, squares = table.grads * factor, None if squares is None else squares * factor**2
+        lr = float(self.group["lr"])
+        if table.cache is None:
+            self.rule.update(
+                table.weight.detach(), self.states, table.rows, grads, lr=lr, step=self.step, mean_squares_R=squares
+            )
+            return
+
+        def change(tensors: list[torch.Tensor], rows: torch.Tensor, mine: torch.Tensor) -> None:
+            weight, *states = tensors
+            self.rule.update(
+                weight, dict(zip(self.states, states, strict=True)), rows, grads[mine], lr=lr, step=self.step,
+                mean_squares_R=None if squares is None else squares[mine],
+            )  # fmt: skip
+
+        table.cache.update(table.rows, list(self.states.values()), change)
 
 
 class TableModel(FlatModel):
@@ -77,9 +89,11 @@ class TableModel(FlatModel):
             assert isinstance(weight, nn.Parameter)
             table.weight = weight
         materialize_tables(tables, seed, filled_later, mesh.device)
+        for table in tables:
+            table.open_cache(mesh.device)
         with outside_model(tables):
             super().__init__(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
-        self.tables = tables
+        self.tables, self.queue = tables, tables[0].queue
         self._updates: dict[torch.optim.Optimizer, list[TableUpdate]] = {}
         self._square = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._factor = 1.0
@@ -90,6 +104,7 @@ class TableModel(FlatModel):
     def begin_step(self) -> None:
         super().begin_step()
         self._factor = 1.0
+        self.queue.most = 0
         for table in self.tables:
             table.calls, table.rows, table.grads = [], None, None
             if table.module.weight is not table.weight or not table.weight.requires_grad:
@@ -100,14 +115,8 @@ class TableModel(FlatModel):
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        for table in self.tables:
-            table.is_open = True
-        try:
-            with super().microbatch(last):
-                yield
-        finally:
-            for table in self.tables:
-                table.is_open = False
+        with super().microbatch(last), open_lookups(self.queue):
+            yield
         for table in self.tables:
             if table.weight.grad is not None:
                 table.weight.grad = None
@@ -181,7 +190,7 @@ class TableModel(FlatModel):
             for param in members:
                 optimizer.state.pop(param, None)
                 table = tables[id(param)]
-                found.append(TableUpdate(table, rule, group, rule.states(table.weight.detach())))
+                found.append(TableUpdate(table, rule, group, table.states(rule)))
         self._updates[optimizer] = found
 
     # --- full tensors ---
@@ -197,19 +206,22 @@ class TableModel(FlatModel):
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         yield from super().counted_weights()
         for table in self.tables:
-            yield table.weight.detach(), table.axis.size if table.dim is None else 1
+            if table.cache is None:  # otherwise an update changes rows of the cache, not of the weight
+                yield table.weight.detach(), table.axis.size if table.dim is None else 1
 
     # --- checkpoints ---
 
     def model_slices(self) -> Iterator[FlatSlice]:
         yield from super().model_slices()
         for table in self.tables:
+            table.flush()
             yield from table.slice_of(table.name, table.weight, self.axes)
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
         yield from super().state_slices(optimizer)
         for update in self._updates[optimizer]:
             table = update.table
+            table.flush()
             for key, value in update.states.items():
                 yield from table.slice_of(f"{table.name}/{key}", value, self.axes)
             yield single_rank_slice(f"{table.name}/{_STEP}", torch.tensor(float(update.step)), table.axis.ranks[0])
@@ -224,6 +236,7 @@ class TableModel(FlatModel):
     @torch.no_grad()
     def _load(self, update: TableUpdate, source: StateSource) -> None:
         table = update.table
+        table.flush()
         saved = {name for name in source.entries if name.startswith(f"{table.name}/")}
         if not saved and not (update.states and source.entries):  # saved without states, or before the first step
             return
@@ -269,6 +282,13 @@ def table_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return this rank's parts of the sharded tables of a parallelized model, or []."""
     engine = data_parallel(model)
     return [table.weight for table in engine.tables] if isinstance(engine, TableModel) else []
+
+
+def table_styles(model: nn.Module) -> dict[str, str]:
+    """Return the style of each sharded table of a parallelized model with its reason, by path of the module."""
+    engine = data_parallel(model)
+    tables = engine.tables if isinstance(engine, TableModel) else []
+    return {table.name.rpartition(".")[0]: f"{table.style}: {table.why}" for table in tables}
 
 
 class _Without:

@@ -6,7 +6,7 @@ N rows and D columns of the full table, C columns of a rank's part, R ranks, U u
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -17,8 +17,10 @@ from weft.checkpoint.read import OwnershipMap, Part, assign_evenly
 from weft.comm.collectives import broadcast
 from weft.comm.mesh import Axis
 from weft.errors import ModelError
+from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.placement import AxisMap
+from weft.parallel.tables.host import CachedRows, HostSettings
 
 #: Elements per broadcast of the first rank's values.
 _AT_ONCE = 2**22
@@ -33,7 +35,6 @@ class TableCall:
         wanted: rows of this rank's part that ranks requested, in order of the ranks. For style replicate, the unique
             ids.
         send, receive: number of ids requested from each rank, and by each rank.
-        most: maximum number of ids that any rank requests from another.
         grad: gradient of `leaf`, (U, D).
     """
 
@@ -41,7 +42,6 @@ class TableCall:
     wanted: Tensor
     send: list[int]
     receive: list[int]
-    most: int
     grad: Tensor | None = None
 
     def take_gradient(self) -> None:
@@ -52,20 +52,65 @@ class TableCall:
 
 
 @dataclass(slots=True, eq=False)
+class Lookup:
+    """One call of a table's module, whose rows are fetched when its result is used.
+
+    Attributes:
+        table: the table.
+        unique_U: the unique ids, ascending.
+        index: position of each id of the input in `unique_U`, with the input's shape.
+        finish: returns the module's result from the rows.
+        trains: True if the result has gradients.
+        rows_UD: rows of the unique ids, or None until they are fetched.
+        result: the module's result, or None until the rows are fetched.
+        placeholder: the tensor that the module returned, or None if it returned `result`.
+    """
+
+    table: Table
+    unique_U: Tensor
+    index: Tensor
+    finish: Callable[[Lookup], Tensor]
+    trains: bool
+    rows_UD: Tensor | None = None
+    result: Tensor | None = None
+    placeholder: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LookupQueue:
+    """Lookups of all tables of a model.
+
+    Attributes:
+        is_open: True in a microbatch of a train step, in which lookups may have gradients.
+        waiting: lookups whose rows are not fetched yet, in order of the calls.
+        deferred: lookups of the microbatch that returned a placeholder.
+        most: maximum number of elements of gradients that any rank sends to another after the microbatches so far.
+    """
+
+    is_open: bool = False
+    waiting: list[Lookup] = field(default_factory=list[Lookup])
+    deferred: list[Lookup] = field(default_factory=list[Lookup])
+    most: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Table:
     """One table, sharded over the data ranks.
 
     Attributes:
         name: name of the weight in the model.
         module: the nn.Embedding or nn.EmbeddingBag.
-        style: "rows", "columns", "one" or "replicate".
+        style: "rows", "columns", "one", "host" or "replicate".
         axis: the data ranks.
         starts: first row or column of each rank's part, and the end of the last; () for style replicate.
         weight: this rank's part, (rows, C).
         full_shape: (N, D).
         compute: dtype of the lookup's result.
+        queue: lookups of all tables of the model.
+        host: settings of style host, or None for other styles.
+        why: reason of the style.
+        cache: for style host, the cache of rows. None for other styles, and until `open_cache`.
         calls: lookups of the current step.
-        is_open: True in a microbatch of a train step, in which lookups may have gradients.
         rows, grads: after `exchange_gradients`, rows of this rank's part that the step read, and their gradients.
     """
 
@@ -77,8 +122,11 @@ class Table:
     weight: nn.Parameter
     full_shape: tuple[int, int]
     compute: torch.dtype
+    queue: LookupQueue
+    host: HostSettings | None = None
+    why: str = ""
+    cache: CachedRows | None = None
     calls: list[TableCall] = field(default_factory=list[TableCall])
-    is_open: bool = False
     rows: Tensor | None = None
     grads: Tensor | None = None
 
@@ -96,12 +144,12 @@ class Table:
 
     @property
     def tag(self) -> int:
-        """A number of 22 bits from the name, by which ranks notice that they look up different tables."""
-        return zlib.crc32(self.name.encode()) & (2**22 - 1)
+        """A number from 1 to 2**22 - 1 from the name, by which ranks notice that they look up different tables."""
+        return zlib.crc32(self.name.encode()) & (2**22 - 1) or 1
 
     @property
     def dim(self) -> int | None:
-        """The sharded dim: 0 for styles rows and one, 1 for columns, None for replicate."""
+        """The sharded dim: 0 for styles rows, host and one, 1 for columns, None for replicate."""
         return {"columns": 1, "replicate": None}.get(self.style, 0)
 
     @property
@@ -126,6 +174,45 @@ class Table:
 
     # --- values ---
 
+    def read(self, rows: Tensor, trains: bool) -> Tensor:
+        """Return rows of this rank's part, (M, C).
+
+        Args:
+            rows: their indices, (M,).
+            trains: True if the step will change them, so that a cache should hold them.
+        """
+        if self.cache is not None:
+            return self.cache.read(rows, trains)
+        return self.weight.detach().index_select(0, rows)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for this rank's part or a state, on the device, or on the host for style host."""
+        if self.host is not None:
+            return self.host.zeros(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def states(self, rule: TableOptimizer) -> dict[str, Tensor]:
+        """Return the initial states of the weight's optimizer by name."""
+        weight = self.weight.detach()
+        if self.host is None:
+            return rule.states(weight)
+        # Zeros, as for all rules. A mapped file has them without being written.
+        found = rule.states(weight.new_empty(0, *weight.shape[1:]))
+        states = {key: self.host.zeros((len(weight), *one.shape[1:]), one.dtype) for key, one in found.items()}
+        if self.cache is not None:
+            self.cache.add(*states.values())
+        return states
+
+    def open_cache(self, device: torch.device) -> None:
+        """Create the cache of style host, once the weight has its values."""
+        if self.host is not None:
+            self.cache = CachedRows(self.weight.detach(), self.host.cache, device)
+
+    def flush(self) -> None:
+        """Make the weight and its states current in host memory."""
+        if self.cache is not None:
+            self.cache.flush()
+
     def part_of(self, full: Tensor) -> Tensor:
         """Return a view of this rank's part of a full tensor."""
         if self.dim is None:
@@ -143,7 +230,7 @@ class Table:
             device: device of the result.
         """
         part = self.part_of(full)
-        kept = torch.empty(part.shape, dtype=dtype, device=device)
+        kept = self.empty(part.shape, dtype, device)
         step, (low, high) = max(1, _AT_ONCE // self.full_shape[1]), self.span
         for start in range(0, self.full_shape[0], step):
             stop = min(start + step, self.full_shape[0])
@@ -165,6 +252,7 @@ class Table:
         """
         if self.dim is None:
             return part.detach()
+        self.flush()
         whole = part.new_empty(self.full_shape)
         for rank in range(self.axis.size):
             size = self.starts[rank + 1] - self.starts[rank]
@@ -176,7 +264,9 @@ class Table:
     def dense_gradient(self) -> Tensor:
         """Return the gradient of this rank's part with zeros for rows that the step did not read."""
         dense = torch.zeros_like(self.weight)
-        return dense if self.rows is None or self.grads is None else dense.index_add_(0, self.rows, self.grads)
+        if self.rows is None or self.grads is None:
+            return dense
+        return dense.index_add_(0, self.rows.to(dense.device), self.grads.to(dense.device))
 
     # --- checkpoints ---
 

@@ -26,6 +26,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.replicas.local_sgd import rare_sync
 from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel
+from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.model import add_tables, table_weights
 from weft.parallel.zero.magnitudes import load_base
 from weft.train.batches.data_share import Batches, Share
@@ -157,6 +158,7 @@ def _lay_out(
         bf16_layers=config.train.bf16_layers,
         fp8_recipe=config.train.fp8_recipe,
         noise=noise,
+        host_tables=HostSettings(config.tables.cache, config.tables.folder),
     )
     if weights is not None and reads:
         with mesh.pulse.doing("reads the pretrained weights"):

@@ -49,7 +49,8 @@ from weft.parallel.replicas.local_sgd import rare_sync
 from weft.parallel.state.flat_slices import refuse_float64
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
-from weft.parallel.tables.model import add_tables, table_weights
+from weft.parallel.tables.host import HostSettings
+from weft.parallel.tables.model import add_tables, table_styles, table_weights
 from weft.train.batches.microbatches import ForwardFn, from_loader
 from weft.train.losses import LossFn, give_float32
 from weft.train.script.other_trainers import refuse_other_trainers
@@ -101,6 +102,8 @@ class Run(ScriptState):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         example: Any = None,
+        table_cache: float = 0.05,
+        table_folder: str | Path = "",
     ) -> nn.Module:
         """Apply the plan to the model, in place. Call it before building the optimizer.
 
@@ -125,7 +128,11 @@ class Run(ScriptState):
                 number of steps should be a multiple of H.
             outer_momentum: momentum of the outer step.
             example: inputs of one forward: a tensor, a tuple of arguments, or a dict of keyword arguments. tp and sp
-                trace the model with it. By default, inputs are made from the names of forward's parameters.
+                trace the model with it, and style auto of tables counts its ids. By default, inputs are made from the
+                names of forward's parameters.
+            table_cache: share of the rows that the device caches, for embedding tables with style host.
+            table_folder: folder of a mapped file for each table with style host and each of its states; "" for host
+                memory.
 
         Raises:
             ModelError: if the plan cannot train the model, such as one in float64 under another precision.
@@ -134,7 +141,7 @@ class Run(ScriptState):
             model, self.mesh, balance_rate, outer_lr, outer_momentum,
             layout=Layout.read(layout) if isinstance(layout, str | Path) else layout, seed=self.seed,
             pinned_limit=pinned_limit, norm_group=norm_group, bf16_layers=bf16_layers, fp8_recipe=fp8_recipe,
-            example=example,
+            example=example, host_tables=HostSettings(table_cache, str(table_folder)),
         )  # fmt: skip
         self._models.add(model)
         return model
@@ -261,6 +268,10 @@ class Run(ScriptState):
         """Return the parameters of a parallelized model except the embedding tables that the layout shards."""
         tables = {id(param) for param in table_weights(model)}
         return [param for param in model.parameters() if id(param) not in tables]
+
+    def table_styles(self, model: nn.Module) -> dict[str, str]:
+        """Return the style of each sharded embedding table with its reason, by path: style auto chooses them."""
+        return table_styles(model)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip gradients under any plan, in a custom loop between backward() and optimizer.step().

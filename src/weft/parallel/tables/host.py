@@ -1,0 +1,228 @@
+"""Rows of a table in host memory or a mapped file, with a cache of hot rows on the device.
+
+A row and its optimizer states move together. The cache never changes values. M rows of a call, C columns of a part.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.private_torch import version_of
+from weft.units import format_bytes
+
+#: Minimum number of slots that the hand of the cache examines together.
+_WINDOW = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """Settings of the tables with style host.
+
+    Attributes:
+        cache: share of a rank's rows that its device caches, in (0, 1].
+        folder: folder of the mapped files, or "" for host memory.
+
+    Raises:
+        ConfigError: for a share out of range, or a folder that does not exist.
+    """
+
+    cache: float = 0.05
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= 1:
+            raise ConfigError(f"table_cache={self.cache}: a share of the rows is above 0 and at most 1. Use 0.05.")
+        if self.folder and not os.path.isdir(self.folder):
+            raise ConfigError(f"table_folder={self.folder}: it is not a folder. Create it, or leave table_folder out.")
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros in host memory, or in a mapped file that is deleted when the process ends.
+
+        Raises ConfigError if the folder has no space for the file.
+        """
+        number = math.prod(shape)
+        if not self.folder or not number:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        size = number * dtype.itemsize
+        handle, path = tempfile.mkstemp(prefix="table-", suffix=".rows", dir=self.folder)
+        try:
+            _reserve(handle, size)
+            return torch.from_file(path, shared=True, size=number, dtype=dtype).view(tuple(shape))
+        except OSError as error:
+            why = "it has too little space" if error.errno == errno.ENOSPC else os.strerror(error.errno or 0)
+            raise ConfigError(
+                f"table_folder={self.folder}: no file of {format_bytes(size)} can be made there, because {why}. Use "
+                "another folder."
+            ) from error
+        finally:
+            os.close(handle)
+            os.unlink(path)  # the mapping remains
+
+
+def _reserve(handle: int, size_bytes: int) -> None:
+    """Reserve space for a file. A disk that is full later would kill the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size_bytes)
+    else:  # macOS
+        os.ftruncate(handle, size_bytes)
+
+
+class CachedRows:
+    """A cache on the device of rows of host tensors.
+
+    A slot is reused if no call has read its row since the hand last passed it (the clock algorithm). A row that is read
+    in training enters the cache, if a slot is free.
+
+    Args:
+        weight: this rank's rows in host memory, (rows, C).
+        share: slots over rows.
+        device: device of the cache.
+    """
+
+    def __init__(self, weight: Tensor, share: float, device: torch.device):
+        num_rows = len(weight)
+        num_slots = min(num_rows, max(1, math.ceil(num_rows * share)))
+        self._device = device
+        self._kept: list[Tensor] = []
+        self._cached: list[Tensor] = []
+        self._versions: list[int] = []
+        self._slot_of_row = torch.full((num_rows,), -1, dtype=torch.int32)
+        self._row_of_slot = torch.full((num_slots,), -1)
+        self._used, self._changed = (torch.zeros(num_slots, dtype=torch.bool) for _ in range(2))
+        self._hand = 0
+        self.add(weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows in host memory. `flush` makes them current."""
+        return self._kept[0]
+
+    def add(self, *kept: Tensor) -> None:
+        """Cache rows of more host tensors, such as states of an optimizer. kept: tensors of (rows, ...)."""
+        self.flush()
+        self._clear()
+        num_slots = len(self._row_of_slot)
+        self._kept += kept
+        self._cached += [torch.zeros(num_slots, *one.shape[1:], dtype=one.dtype, device=self._device) for one in kept]
+        self._versions = [version_of(one) for one in self._kept]
+
+    def read(self, rows: Tensor, enters: bool) -> Tensor:
+        """Return rows of the weight on the device, (M, C).
+
+        Args:
+            rows: their indices on the device, (M,). They may repeat.
+            enters: True to cache rows that are not cached.
+        """
+        self._expect_current()
+        where = rows.cpu()
+        if enters:
+            self._admit(where)
+        slots = self._slot_of_row[where].long()
+        is_cached = slots >= 0
+        if bool(is_cached.all()):
+            return self._cached[0].index_select(0, slots.to(self._device))
+        found = torch.empty(len(rows), *self.weight.shape[1:], dtype=self.weight.dtype, device=self._device)
+        for mine, source, index in ((is_cached, self._cached[0], slots), (~is_cached, self.weight, where)):
+            there = index[mine].to(source.device)
+            found.index_copy_(
+                0, mine.nonzero().flatten().to(self._device), source.index_select(0, there).to(self._device)
+            )
+        return found
+
+    def update(
+        self, rows: Tensor, kept: Sequence[Tensor], change: Callable[[list[Tensor], Tensor, Tensor], None]
+    ) -> None:
+        """Change rows of the weight and of other tensors.
+
+        Args:
+            rows: their indices on the device, (M,), each once.
+            kept: the other host tensors, which `add` was called with.
+            change: change(tensors, indices, mine) changes rows `indices` of the weight and the others on the
+                device, of which `mine` are the positions in `rows`.
+        """
+        self._expect_current()
+        where = rows.cpu()
+        slots = self._slot_of_row[where].long()
+        places = [0, *(next(place for place, own in enumerate(self._kept) if own is one) for one in kept)]
+        is_cached = slots >= 0
+        cached, others = is_cached.nonzero().flatten(), (~is_cached).nonzero().flatten()
+        if len(cached):
+            mine = slots[cached]
+            self._changed[mine] = True
+            change([self._cached[place] for place in places], mine.to(self._device), cached.to(self._device))
+        if len(others):
+            index = where[others]
+            staged = [self._kept[place].index_select(0, index).to(self._device) for place in places]
+            change(staged, torch.arange(len(others), device=self._device), others.to(self._device))
+            for place, one in zip(places, staged, strict=True):
+                self._kept[place].index_copy_(0, index, one.cpu())
+            self._versions = [version_of(one) for one in self._kept]
+
+    def flush(self) -> None:
+        """Copy changed rows to the host tensors. The cache stays valid."""
+        if self._kept:
+            self._expect_current()
+            self._write_back(self._changed.nonzero().flatten())
+
+    def _expect_current(self) -> None:
+        """Empty the cache if other code changed the host tensors, as loading a checkpoint does."""
+        if self._versions != [version_of(one) for one in self._kept]:
+            self._clear()
+            self._versions = [version_of(one) for one in self._kept]
+
+    def _clear(self) -> None:
+        self._slot_of_row.fill_(-1)
+        self._row_of_slot.fill_(-1)
+        self._used.zero_()
+        self._changed.zero_()
+
+    def _write_back(self, slots: Tensor) -> None:
+        if not len(slots):
+            return
+        rows, there = self._row_of_slot[slots], slots.to(self._device)
+        for kept, cached in zip(self._kept, self._cached, strict=True):
+            kept.index_copy_(0, rows, cached.index_select(0, there).cpu())
+        self._changed[slots] = False
+        self._versions = [version_of(one) for one in self._kept]
+
+    def _admit(self, where: Tensor) -> None:
+        """Cache rows, as far as slots are free. Rows that are cached already keep their slots."""
+        slots = self._slot_of_row[where].long()
+        is_cached = slots >= 0
+        self._used[slots[is_cached]] = True
+        missing = where[~is_cached].unique()
+        free = self._free_slots(len(missing))
+        missing = missing[: len(free)]
+        if not len(missing):
+            return
+        self._write_back(free[self._changed[free]])
+        before = self._row_of_slot[free]
+        self._slot_of_row[before[before >= 0]] = -1
+        there = free.to(self._device)
+        for kept, cached in zip(self._kept, self._cached, strict=True):
+            cached.index_copy_(0, there, kept.index_select(0, missing).to(self._device))
+        self._row_of_slot[free] = missing
+        self._slot_of_row[missing] = free.int()
+
+    def _free_slots(self, number: int) -> Tensor:
+        """Return at most `number` slots whose rows no call has read since the hand last passed them."""
+        total, passed, found = len(self._used), 0, list[Tensor]()
+        while number > 0 and passed < total:
+            window = torch.arange(self._hand, self._hand + min(max(_WINDOW, 2 * number), total - passed)) % total
+            free = window[~self._used[window]][:number]
+            if len(free) == number:  # stop behind the last one
+                window = window[: int((window == free[-1]).nonzero()) + 1]
+            self._used[window] = False
+            found.append(free)
+            self._hand = (self._hand + len(window)) % total
+            passed, number = passed + len(window), number - len(free)
+        return torch.cat(found) if found else self._row_of_slot[:0]
