@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from array import array
@@ -140,6 +141,8 @@ class TableReader:
         rows: turns consecutive records into rows; the second argument is the survey's result.
         survey: reads all training records first, and returns JSON values about them.
         report: called with (stage, done, total) while files are read.
+        draw: number of a record. The records with the lowest numbers are held out for evaluation. By default a hash of
+            the record's content.
     """
 
     def __init__(
@@ -149,8 +152,10 @@ class TableReader:
         rows: Callable[[list[TableRecord], Mapping[str, Any]], Rows],
         survey: Callable[[Iterator[TableRecord]], Mapping[str, Any]],
         report: Report | None,
+        draw: Callable[[TableRecord], float] | None = None,
     ):
         self._data, self._key, self._rows, self._survey, self._report = data, key, rows, survey, report
+        self._draw = draw or _draw
         self._summary: list[str] = []
 
     def tables(self) -> SplitTables:
@@ -222,13 +227,13 @@ class TableReader:
     ) -> Mapping[str, Any]:
         draws = array("d")
         if share:
-            draws.extend(_draw(record) for record in self._records(sources, []))
+            draws.extend(self._draw(record) for record in self._records(sources, []))
         most = _highest_draw(draws, share)
         wants_kept = split == "held out"
 
         def requested_records(broken: list[str]) -> Iterator[TableRecord]:
             for record in self._records(sources, broken):
-                if (bool(share) and _draw(record) <= most) is wants_kept:
+                if (bool(share) and self._draw(record) <= most) is wants_kept:
                     yield record
 
         if found is None:
@@ -301,16 +306,16 @@ def _draw(record: TableRecord) -> float:
 
 
 def _highest_draw(draws: array[float], share: float) -> float:
-    """Return the number up to which records are held out by their `_draw`, or -1 to hold out none.
+    """Return the number up to which records are held out by their draw, or -infinity to hold out none.
 
     About a share of the records is held out, and at least one. None is held out if there are fewer than 10 records, or
     if all would be.
     """
     if len(draws) < _FEWEST or not share:
-        return -1.0
+        return -math.inf
     ordered = sorted(draws)
     highest = ordered[max(1, round(share * len(ordered))) - 1]
-    return highest if highest < ordered[-1] else -1.0
+    return highest if highest < ordered[-1] else -math.inf
 
 
 # Classes by name: from the task's options, the folder's config, or the training data.
