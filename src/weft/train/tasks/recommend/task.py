@@ -275,8 +275,9 @@ class RecommendTask(Task):
         for row, sample in enumerate(samples):
             key = derive_key("negatives", self.config.seed, sample.split, sample.epoch, sample.index)
             drawn = np.random.Generator(np.random.Philox(key=key)).integers(1, max(2, number - 1), found[row, :, 1:].shape)
-            found[row, :, 1:] = drawn + (drawn >= right[row, :, None]) * (right[row, :, None] > 0)
-        return found.clip(0, number - 1)
+            others = (drawn + (drawn >= right[row, :, None])).clip(1, number - 1)
+            found[row, :, 1:] = others * (right[row, :, None] > 0)  # positions without an item have padding only
+        return found
 
     # --- the model ---
 
@@ -392,8 +393,9 @@ class RecommendTask(Task):
         return self.model
 
     def model_line(self) -> str:
-        rows = sum(self._num_rows(one.name) for one in self.schema.columns if one.has_ids)
-        number = sum(param.numel() for param in self.shapes().parameters())
+        model = self.shapes()
+        rows = sum(one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+        number = sum(param.numel() for param in model.parameters())
         return f"{self.model}: {format_count(number)} parameters, tables of {format_count(rows)} rows"
 
     def data_lines(self) -> Sequence[str]:
