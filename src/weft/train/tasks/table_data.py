@@ -108,6 +108,15 @@ class SplitTables:
         """Rows for evaluation, or None."""
         return RowTable(self.eval_folder) if self.eval_folder is not None else None
 
+    def folders(self) -> list[Path]:
+        """Return the folders of all tables, those in `found` included."""
+        more = [*self.found.get("vocabularies", {}).values(), self.found.get("catalog")]
+        return [one for one in (self.train_folder, self.eval_folder, *(Path(name) for name in more if name)) if one]
+
+    def problems(self) -> list[tuple[Path, str]]:
+        """Read all tables, and return (folder, message) for each damaged file."""
+        return [(folder, one) for folder in self.folders() for one in RowTable(folder).problems()]
+
     def to_json(self) -> str:
         """Return JSON text that `from_json` reads."""
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
