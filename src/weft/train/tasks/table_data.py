@@ -240,8 +240,13 @@ class TableReader:
         most = _highest_draw(draws, share)
         wants_kept = split == "held out"
 
+        num_read = 0
+
         def requested_records(broken: list[str]) -> Iterator[TableRecord]:
+            nonlocal num_read
+            num_read = 0
             for record in self._records(sources, broken):
+                num_read += 1
                 if (bool(share) and self._draw(record) <= most) is wants_kept:
                     yield record
 
@@ -254,7 +259,7 @@ class TableReader:
                 self._add(writer, chunk, found)
                 chunk = []
         self._add(writer, chunk, found)
-        number = writer.num_rows + len(broken)
+        number = num_read + len(broken)
         if len(broken) > self._data.max_bad_fraction * number:
             raise DataError(
                 f"data.max_bad_fraction={self._data.max_bad_fraction:g}: {len(broken)} of {number} records cannot be "

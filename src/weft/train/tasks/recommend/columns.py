@@ -115,7 +115,7 @@ def parse_column(text: str) -> Column:
         kind, at_least = "label", _number(text, "label>=", kind.removeprefix("label>="))
     if kind not in KINDS:
         hint = did_you_mean(kind, KINDS) or f" Use {', '.join(KINDS)}."
-        raise _refused(text, f"there is no kind {kind!r}.{hint}".rstrip("."))
+        raise _refused(text, f"there is no kind {kind!r}.{hint}")
     settings = dict(_setting(text, kind, word) for word in words[1:])
     return _checked(text, name.strip(), kind, at_least, settings)
 
@@ -125,7 +125,7 @@ def _setting(text: str, kind: str, word: str) -> tuple[str, str]:
     allowed = _SETTINGS[kind]
     if key not in allowed:
         hint = did_you_mean(key, allowed) or (f" Use {', '.join(allowed)}." if allowed else " Leave it out.")
-        raise _refused(text, f"the kind {kind} has no setting {key!r}.{hint}".rstrip("."))
+        raise _refused(text, f"the kind {kind} has no setting {key!r}.{hint}")
     return key, value
 
 
@@ -171,7 +171,8 @@ def _number(text: str, key: str, value: str) -> float:
 
 
 def _refused(text: str, rule: str) -> ConfigError:
-    return ConfigError([Problem(f"task.options.{OPTION}", f"task.options.{OPTION}={text}: {rule}.")])
+    end = "" if rule.endswith(("?", ".")) else "."
+    return ConfigError([Problem(f"task.options.{OPTION}", f"task.options.{OPTION}={text}: {rule}{end}")])
 
 
 # Values of records.
