@@ -25,7 +25,8 @@ NAMES = ["user_id", "item_id", "rating", "timestamp", "age", "gender", "occupati
 PAIRS = ['task.options.user=["user_id", "gender", "occupation", "age"]',
          'task.options.item=["item_id", "release_year", "genres"]']  # fmt: skip
 SEQUENCES = ['task.options.columns=["user_id=id", "item_id=id", "timestamp=time"]', 'task.options.user=["user_id"]',
-             'task.options.item=["item_id"]', "task.options.dim=64", "task.options.dropout=0.3", "task.options.split=last",
+             'task.options.item=["item_id"]', "task.options.dim=64", "task.options.dropout=0.3",
+             "task.options.split=last",
              "layout=tables.item=rows", "train.global_batch=128", "train.epochs=60", "optimizer.lr=1e-3",
              "tables.lr=1e-3", "eval.every=400"]  # fmt: skip
 RUNS = {
@@ -77,7 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path, help="RecBole's wheel")
     parser.add_argument("--out", type=Path, default=Path("movielens"), help="folder for data and runs")
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks, each with a range of the tables' rows")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="data-parallel ranks, each with a range of the tables' rows"
+    )
     parser.add_argument("--only", default="", help="train only runs whose name begins with this, such as deepfm")
     parser.add_argument("--set", action="append", default=[], help="another setting, such as train.epochs=1")
     args = parser.parse_args()
@@ -86,7 +89,9 @@ def main() -> None:
     for name, settings in RUNS.items():
         if name.startswith(args.only):
             found = train(name, settings, args)
-            figures = [f"{key} {value:.4f}" for key, value in found.items() if isinstance(value, float) and key != "time"]
+            figures = [
+                f"{key} {value:.4f}" for key, value in found.items() if isinstance(value, float) and key != "time"
+            ]
             print(f"{name:<20} {', '.join(figures)}", flush=True)
 
 

@@ -165,7 +165,9 @@ def verify(arguments: Arguments = None) -> None:
     if (rows := _recommend_task(config)) is not None:
         problems = [f"{folder}: {one}" for folder, one in rows.tables.problems()]
         if problems:
-            raise DataError("\n".join([*(f"{one}." for one in problems), "Type weft data prepare, which repairs them."]))
+            raise DataError(
+                "\n".join([*(f"{one}." for one in problems), "Type weft data prepare, which repairs them."])
+            )
         typer.echo(f"ok: {units.counted(len(rows.tables.folders()), 'table')}, all digests match")
         return
     prepared = _prepare(_task(config))

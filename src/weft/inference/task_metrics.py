@@ -35,7 +35,9 @@ def evaluated_task(run: RunFolder) -> Task:
     kind = type(task)
     if kind.before_step is not Task.before_step or kind.second_model is not Task.second_model or config.adapter.rank:
         what = "a run with an adapter" if config.adapter.rank else f"task.name={config.task.name}"
-        raise ConfigError(f"RUN={run.path}: {what} is evaluated only while it trains. Read its evaluations in events.jsonl.")
+        raise ConfigError(
+            f"RUN={run.path}: {what} is evaluated only while it trains. Read its evaluations in events.jsonl."
+        )
     return task
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ class Mlp(nn.Sequential):
 
     def __init__(self, widths: Sequence[int], dropout: float = 0.0, *, ends: bool = False):
         layers: list[nn.Module] = []
-        for index, (width_in, width) in enumerate(zip(widths, widths[1:], strict=False)):
+        for index, (width_in, width) in enumerate(pairwise(widths)):
             linear = nn.Linear(width_in, width)
             linear.init_std = math.sqrt(2 / width_in)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType] - read by `initialise`
             layers.append(linear)

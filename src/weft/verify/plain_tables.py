@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ class PlainTables:
         self._states = {path: rule.states(module.weight.detach()) for path, module in tables.items()}
         self._read: dict[str, list[torch.Tensor]] = {path: [] for path in tables}
         for path, module in tables.items():
-            module.register_forward_pre_hook(lambda _, args, path=path: self._read[path].append(args[0].detach()))
+            module.register_forward_pre_hook(_recorder(self._read[path]))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -60,3 +61,12 @@ class PlainTables:
         self._dense.zero_grad()
         for module in self._tables.values():
             module.weight.grad = None
+
+
+def _recorder(read: list[torch.Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Return a hook that appends the ids of a forward to `read`."""
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        read.append(args[0].detach())
+
+    return record

@@ -32,7 +32,8 @@ def events() -> list[dict[str, Any]]:
         rating = 1 + (user * item + rng.randrange(3)) % 5
         tags = [f"tag{tag}" for tag in range(4) if (item >> tag) & 1]
         found.append({
-            "user": f"u{user}", "item": item, "age": 20 + user, "tags": tags, "rating": rating, "at": 1000 + 7 * number % 97,
+            "user": f"u{user}", "item": item, "age": 20 + user, "tags": tags, "rating": rating,
+            "at": 1000 + 7 * number % 97,
         })  # fmt: skip
     return found
 

@@ -32,7 +32,8 @@ OPTION = "task.options.columns"
     ("user=id size=0", "user=id size=0: size=0: it is a whole number from 1. Write e.g. size=1000."),
     ("user=id size=9 hash=9", "user=id size=9 hash=9: ids are integers (size), hashed (hash) or a learned vocabulary "
      "(min). Give one of them."),
-    ("user=id unknown=drop", "user=id unknown=drop: unknown=drop: unknown ids are mapped or refused. Write unknown=map."),
+    ("user=id unknown=drop", "user=id unknown=drop: unknown=drop: unknown ids are mapped or refused. Write "
+     "unknown=map."),
     ("rating=label>=x", "rating=label>=x: label>=x: it is a number. Write e.g. label>=4."),
 ])  # fmt: skip
 def test_text_that_is_no_column_is_refused(text, error):
@@ -78,13 +79,15 @@ def test_hash_is_stable():
 
 
 @pytest.mark.parametrize("column, text, error", [
-    ("user=id", "u9", "the id 'u9', which the training records do not have. Leave the record out, or add unknown=map to "
+    ("user=id", "u9", "the id 'u9', which the training records do not have. Leave the record out, or add unknown=map "
+     "to "
      "the column."),
     ("user=id", "", "no id, which the training records do not have. Leave the record out, or add unknown=map to the "
      "column."),
     ("user=id hash=4", "", "no id. Leave the record out, or add unknown=map to the column."),
     ("user=id size=4", "4", "the id '4', and its ids are 0 to 3. Use a larger size, or add unknown=map to the column."),
-    ("user=id size=4", "-1", "the id '-1', and its ids are 0 to 3. Use a larger size, or add unknown=map to the column."),
+    ("user=id size=4", "-1", "the id '-1', and its ids are 0 to 3. Use a larger size, or add unknown=map to "
+     "the column."),
     ("user=id size=4", "x", "the id 'x', and its ids are 0 to 3. Use a larger size, or add unknown=map to the column."),
 ])  # fmt: skip
 def test_unknown_ids_are_refused_or_mapped(column, text, error):
@@ -98,11 +101,11 @@ def test_unknown_ids_are_refused_or_mapped(column, text, error):
 def test_numbers():
     assert number_of(RECORD, parse_column("a=number log"), "7") == math.log(8)
     assert number_of(RECORD, parse_column("a=number missing=2"), "") == 2.0
-    with pytest.raises(DataError, match="record 3: column 'a' has no number. Leave the record out, or add missing=0"):
+    with pytest.raises(DataError, match=r"record 3: column 'a' has no number. Leave the record out, or add missing=0"):
         number_of(RECORD, parse_column("a=number"), None)
-    with pytest.raises(DataError, match="holds -2, and log needs more than -1. Leave log out."):
+    with pytest.raises(DataError, match=r"holds -2, and log needs more than -1. Leave log out."):
         number_of(RECORD, parse_column("a=number log"), -2)
-    with pytest.raises(DataError, match='holds "x", and a number is needed.'):
+    with pytest.raises(DataError, match=r'holds "x", and a number is needed.'):
         number_of(RECORD, parse_column("a=number"), "x")
 
 
@@ -118,7 +121,14 @@ def test_labels():
 
 def test_times():
     column, day = parse_column("at=time"), datetime.datetime(2026, 11, 30, tzinfo=datetime.UTC)
-    for value in ("2026-11-30", "2026-11-30T00:00:00+00:00", day, day.date(), day.replace(tzinfo=None), day.timestamp()):
+    for value in (
+        "2026-11-30",
+        "2026-11-30T00:00:00+00:00",
+        day,
+        day.date(),
+        day.replace(tzinfo=None),
+        day.timestamp(),
+    ):
         assert time_of(RECORD, column, value) == day.timestamp()
-    with pytest.raises(DataError, match='holds "soon", and a time is a number or a date in ISO 8601.'):
+    with pytest.raises(DataError, match=r'holds "soon", and a time is a number or a date in ISO 8601.'):
         time_of(RECORD, column, "soon")

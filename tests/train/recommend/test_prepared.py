@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +87,19 @@ def test_numbers_have_mean_zero_and_variance_one(data, tmp_path):
 
 def test_sequences_have_each_users_items_in_order_of_time(data, tmp_path):
     task = prepared("sasrec", data, tmp_path)
-    vocabulary = {index: text for text, index in read_vocabulary(Path(task.tables.found["vocabularies"]["item"])).items()}
+    vocabulary = {
+        index: text for text, index in read_vocabulary(Path(task.tables.found["vocabularies"]["item"])).items()
+    }
     expected, last = [], []
     for user in {row["user"] for row in events()}:
         own = [str(row["item"]) for row in sorted(events(), key=lambda row: row["at"]) if row["user"] == user]
-        expected += list(zip(own[:-1], own[1:-1], strict=False))
+        expected += list(pairwise(own[:-1]))
         last.append(([*own[-7:-1]], own[-1]))
     found = []
     for row in task.tables.train:
         assert 2 <= len(row["items"]) <= 7
         own = [vocabulary[index] for index in row["items"].tolist()]
-        found += list(zip(own, own[1:], strict=False))
+        found += list(pairwise(own))
     assert sorted(found) == sorted(expected)
     table = task.tables.eval
     assert table is not None
@@ -165,7 +168,7 @@ def test_broken_records_are_left_out_up_to_the_limit(tmp_path):
     data = tmp_path / "broken.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in events()) + "{broken\n")
     assert len(rows_of(prepared("dlrm", data, tmp_path))) == EVENTS
-    with pytest.raises(DataError, match="data.max_bad_fraction=0: 1 of 301 records cannot be read; the first is"):
+    with pytest.raises(DataError, match=r"data.max_bad_fraction=0: 1 of 301 records cannot be read; the first is"):
         prepared("dlrm", data, tmp_path, "data.max_bad_fraction=0")
 
 
@@ -186,14 +189,15 @@ def test_other_data_does_not_resume(data, tmp_path):
     ("dlrm", ["split=last"], "split=last: dlrm is evaluated on split=random or time. Use that."),
     ("dlrm", ['user=["user"]'], "user=user: dlrm reads all columns together. Leave it out."),
     ("dlrm", ["dropout=1.5"], "dropout=1.5: it is 0 to 0.99. Use a number between."),
-    ("dlrm", ['columns=["user=id"]'], "columns=('user=id',): dlrm needs a label. Add a column such as rating=label>=4."),
+    ("dlrm", ['columns=["user=id"]'], "columns=('user=id',): dlrm needs a label. Add a column such as "
+     "rating=label>=4."),
     ("deepfm", ['columns=["user=id", "rating=label>=4"]'],
      "split=time: it needs the time of records. Add a column such as timestamp=time."),
     ("two_tower", ["k=[]"], "k=[]: at least one value of k is needed. Write e.g. [10]."),
-    ("two_tower", ['item=["tags", "item"]'], "item=tags: the first column is the item's id, with a learned vocabulary, and "
-     "not tags=ids. Write tags=id in columns."),
-    ("two_tower", ['user=["user"]'], "columns=age: the column is neither in user nor in item. Name it in one, or leave it "
-     "out."),
+    ("two_tower", ['item=["tags", "item"]'], "item=tags: the first column is the item's id, with a learned vocabulary, "
+     "and not tags=ids. Write tags=id in columns."),
+    ("two_tower", ['user=["user"]'], "columns=age: the column is neither in user nor in item. Name it in one, or leave "
+     "it out."),
     ("sasrec", ["user=[]"], "user=: sasrec needs the columns of the user. Write e.g. user=[\"user_id\"]."),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(name, more, error, data, tmp_path):

@@ -90,7 +90,7 @@ def test_run_learns_and_resumes_under_other_styles_with_equal_bits(data, tmp_pat
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["deepfm", "two_tower", "sampled"])
 def test_killed_run_resumes_under_other_styles_and_ranks(name, data, tmp_path):
-    """Two ranks are killed after a checkpoint. One rank with other styles ends with the numbers of an undisturbed run."""
+    """Two ranks are killed after a checkpoint. One rank with other styles ends as an undisturbed run does."""
     plans = ("plan=dp_replicate=2 precision=fp64", "plan=dp_replicate=1 precision=fp64")
     rows, other = LAYOUTS[name]
     more = ["train.steps=400", "eval.every=200", "checkpoint.every=20"]

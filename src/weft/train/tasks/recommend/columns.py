@@ -265,7 +265,9 @@ def number_of(record: TableRecord, column: Column, value: Any) -> float:
     """
     if value is None or (isinstance(value, str) and not value.strip()):
         if column.missing is None:
-            record.refuse(f"column {column.name!r} has no number. Leave the record out, or add missing=0 to the column.")
+            record.refuse(
+                f"column {column.name!r} has no number. Leave the record out, or add missing=0 to the column."
+            )
         found = column.missing
     else:
         found = _finite(record, column, value)
@@ -303,7 +305,9 @@ def time_of(record: TableRecord, column: Column, value: Any) -> float:
         try:
             value = datetime.datetime.fromisoformat(value.strip())
         except ValueError:
-            record.refuse(f"column {column.name!r} holds {_shown(value)}, and a time is a number or a date in ISO 8601.")
+            record.refuse(
+                f"column {column.name!r} holds {_shown(value)}, and a time is a number or a date in ISO 8601."
+            )
     if isinstance(value, datetime.datetime):
         value = value if value.tzinfo is not None else value.replace(tzinfo=datetime.UTC)
         return value.timestamp()

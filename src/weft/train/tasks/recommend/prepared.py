@@ -294,7 +294,9 @@ def item_sequences(data: DataSection, tables: SplitTables, schema: Schema, lengt
     train = made("train", lambda items: _windows(items[:-1] if len(items) > 2 else items, length))
     held_out = made("eval", lambda items: _last_item(items, length))
     if not len(train):
-        raise DataError("data: no user has two items, so there is no next item to learn. Use records of longer histories.")
+        raise DataError(
+            "data: no user has two items, so there is no next item to learn. Use records of longer histories."
+        )
     lines = (
         f"{counted(len(train), 'sequence')} of up to {length + 1} items; evaluation: the last item of "
         f"{counted(len(held_out), 'user')}",

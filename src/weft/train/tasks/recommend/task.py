@@ -176,7 +176,9 @@ class RecommendTask(Task):
             DataError: if the data is invalid.
         """
         if self.split == "last" and self.config.data.eval:
-            raise DataError("data.eval: split=last evaluates on the last item of each user of data.train. Leave it out.")
+            raise DataError(
+                "data.eval: split=last evaluates on the last item of each user of data.train. Leave it out."
+            )
         data, is_paired = self.config.data, self.model not in POINTWISE
         found = RecommendReader(data, self.schema, self.split, is_paired, report).tables()
         if self.model == "sasrec":
@@ -262,7 +264,12 @@ class RecommendTask(Task):
                 labels[number, len(own) - 1] = targets[number] = row["target"][0]
             else:
                 labels[number, : len(own)] = row["items"][1:]
-        found = {"items": items, "last": np.array([len(one) - 1 for one in inputs]), "labels": labels, "target": targets}
+        found = {
+            "items": items,
+            "last": np.array([len(one) - 1 for one in inputs]),
+            "labels": labels,
+            "target": targets,
+        }
         if self.negatives:
             found["candidates"] = self._candidates(samples, labels)
         return {name: torch.from_numpy(one) for name, one in found.items()}
@@ -274,7 +281,9 @@ class RecommendTask(Task):
         found[..., 0] = right = np.maximum(labels, 0)
         for row, sample in enumerate(samples):
             key = derive_key("negatives", self.config.seed, sample.split, sample.epoch, sample.index)
-            drawn = np.random.Generator(np.random.Philox(key=key)).integers(1, max(2, number - 1), found[row, :, 1:].shape)
+            drawn = np.random.Generator(np.random.Philox(key=key)).integers(
+                1, max(2, number - 1), found[row, :, 1:].shape
+            )
             others = (drawn + (drawn >= right[row, :, None])).clip(1, number - 1)
             found[row, :, 1:] = others * (right[row, :, None] > 0)  # positions without an item have padding only
         return found
@@ -378,7 +387,9 @@ class RecommendTask(Task):
             found = {"ids": ids}
             if self.model == "two_tower":
                 rows = self.catalog.column("row")[ids.numpy() - 1]
-                found = {name: torch.from_numpy(one) for name, one in self._reader.read(self.tables.train, rows).items()}
+                found = {
+                    name: torch.from_numpy(one) for name, one in self._reader.read(self.tables.train, rows).items()
+                }
             return of_items.item_vectors({name: one.to(device) for name, one in found.items()})
 
         number = self._num_rows(self.schema.item[0]) - 1
@@ -447,7 +458,9 @@ def _check_numbers(task: RecommendTask) -> None:
         raise _refused("temperature", task.temperature, "a temperature is above 0. Use 0.1.")
     for name in ("hidden", "k"):
         value = getattr(task, name)
-        if not isinstance(value, tuple | list) or any(isinstance(one, str) or one < 1 or one != round(one) for one in value):
+        if not isinstance(value, tuple | list) or any(
+            isinstance(one, str) or one < 1 or one != round(one) for one in value
+        ):
             raise _refused(name, value, "it is a list of whole numbers from 1. Write e.g. [64, 32].")
     if not task.k:
         raise _refused("k", "[]", "at least one value of k is needed. Write e.g. [10].")
@@ -472,7 +485,7 @@ def _check_columns(task: RecommendTask) -> None:
     for name in ("user", "item"):
         columns = [schema.named(one) for one in getattr(schema, name)]
         if not columns:
-            raise _refused(name, "", f"{model} needs the columns of the {name}. Write e.g. {name}=[\"{name}_id\"].")
+            raise _refused(name, "", f'{model} needs the columns of the {name}. Write e.g. {name}=["{name}_id"].')
         if columns[0].kind != "id" or not columns[0].learns:
             text = f"{columns[0].name}={columns[0].kind}"
             rule = f"the first column is the {name}'s id, with a learned vocabulary, and not {text}."
@@ -485,10 +498,14 @@ def _check_roles(task: RecommendTask) -> None:
     schema = task.schema
     both = set(schema.user) & set(schema.item)
     if both:
-        raise _refused("item", ",".join(schema.item), f"the column {min(both)!r} is also one of the user. Name it once.")
+        raise _refused(
+            "item", ",".join(schema.item), f"the column {min(both)!r} is also one of the user. Name it once."
+        )
     roles = {*schema.user, *schema.item}
     for one in schema.columns:
         if one.kind not in ("label", "time") and one.name not in roles:
-            raise _refused("columns", one.name, "the column is neither in user nor in item. Name it in one, or leave it out.")
+            raise _refused(
+                "columns", one.name, "the column is neither in user nor in item. Name it in one, or leave it out."
+            )
     if task.model == "sasrec" and (more := [*schema.user[1:], *schema.item[1:]]):
         raise _refused("columns", more[0], "sasrec reads the ids of users and items only. Leave it out.")
