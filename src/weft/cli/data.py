@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
     from weft.data.order.loader import SampleView
     from weft.data.store.prepared import PreparedData
+    from weft.recommend.task import RecommendTask
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.media import MediaTask
-    from weft.train.tasks.recommend.task import RecommendTask
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Inspect, tokenise and check the data of a run.")
 
@@ -115,7 +115,7 @@ def _recommend_task(config: RunConfig) -> RecommendTask | None:
     """Return the task with its prepared rows if it is "recommend"."""
     if config.task.name != "recommend":
         return None
-    from weft.train.tasks.recommend.task import RecommendTask
+    from weft.recommend.task import RecommendTask
     from weft.train.tasks.registry import find_task
 
     task = find_task(config)

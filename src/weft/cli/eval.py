@@ -45,22 +45,14 @@ def evaluate(
     device: Annotated[str, typer.Option(help="As launch.device: auto, cpu, cuda ...")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Evaluate a trained model: on the run's own evaluation set, or with lm-eval on local data.
-
-    Nothing is downloaded.
-    """
+    """Evaluate a trained model on the run's evaluation set, or with lm-eval on local data. Nothing is downloaded."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        if task_folder is not None or few_shot is not None or limit is not None or batch_size is not None or chat:
-            raise ConfigError("--tasks: it names no task. Use --tasks arc_easy or a task of --task-folder.")
+        _refuse_lone(chat or {task_folder, few_shot, limit, batch_size} != {None})
         _evaluate_own(run, plan, dtype, device, as_json)
         return
     env.default_for_libraries(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", DISABLE_MULTIPROC="1")
-    known = _known_tasks(task_folder)
-    for name in names:
-        if not known.match_tasks([name]):
-            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
-            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
+    _expect_tasks(known := _known_tasks(task_folder), names)
     folder, step = _source(run)
     from weft.inference.ranks import inference_plan, read_plan, run_on_ranks
 
@@ -151,6 +143,18 @@ def _known_tasks(folder: Path | None) -> Any:
             raise
         raise MissingExtra("lm-eval", "eval", "weft eval") from error
     return TaskManager(include_path=str(folder) if folder is not None else None)
+
+
+def _refuse_lone(has_settings: bool) -> None:
+    if has_settings:
+        raise ConfigError("--tasks: it names no task. Use --tasks arc_easy or a task of --task-folder.")
+
+
+def _expect_tasks(known: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if not known.match_tasks([name]):
+            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
+            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
 
 
 def _expect_data(known: Any, names: Sequence[str]) -> None:

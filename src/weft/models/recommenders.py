@@ -147,7 +147,7 @@ class DeepFm(FieldEmbeddings):
         return first.sum(1) + pairs.sum(1) / 2 + self.deep(second.flatten(1)).squeeze(1)
 
 
-class Tower(FieldEmbeddings):
+class FeatureTower(FieldEmbeddings):
     """Maps the columns of a user or an item to a vector of length 1.
 
     Args:
@@ -176,7 +176,7 @@ class Tower(FieldEmbeddings):
 class TwoTower(nn.Module):
     """A tower for the user and one for the item (Yi et al. 2019, doi 10.1145/3298689.3346996)."""
 
-    def __init__(self, user: Tower, item: Tower):
+    def __init__(self, user: FeatureTower, item: FeatureTower):
         super().__init__()
         self.user, self.item = user, item
 

@@ -34,7 +34,7 @@ from weft.train.engine import Evaluation
 from weft.train.losses import GatheredFeatures, GlobalBatchLoss, LossFn, in_float32, needs_float32
 from weft.train.microbatches import ForwardFn, Microbatches
 from weft.train.state_io import on_first
-from weft.train.tasks.base import Scorer, Task
+from weft.train.tasks.base import EvaluationScorer, Task
 from weft.train.tasks.description import Which
 
 
@@ -105,7 +105,12 @@ def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
 
 @torch.no_grad()
 def _compare_all(
-    model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task, totals: torch.Tensor, scorer: Scorer | None
+    model: nn.Module,
+    batches: Iterable[Any],
+    mesh: Mesh,
+    task: Task,
+    totals: torch.Tensor,
+    scorer: EvaluationScorer | None,
 ) -> None:
     loss: Any = task.loss
     every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()

@@ -130,10 +130,10 @@ class Metric:
         return self.name.replace("_", " ")
 
 
-class Scorer(Protocol):
+class EvaluationScorer(Protocol):
     """Computes metrics of one evaluation that are not functions of sums over samples, such as the area under a curve.
 
-    All ranks call both methods equally often.
+    All ranks call both methods the same number of times.
     """
 
     def add(self, output: Any, batch: Any, *, counts: bool) -> None:
@@ -354,7 +354,7 @@ class Task:
         """
         return {}
 
-    def scorer(self, model: nn.Module, axis: Axis) -> Scorer | None:
+    def scorer(self, model: nn.Module, axis: Axis) -> EvaluationScorer | None:
         """Return an object that computes further `metrics` of an evaluation, or None.
 
         All ranks call it before an evaluation.

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from weft.errors import ConfigError, DataError
-from weft.train.tasks.recommend.columns import (
+from weft.recommend.columns import (
     hashed,
     id_reader,
     id_texts,

@@ -31,7 +31,7 @@ _SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class RecordColumn:
     """A column of the records.
 
     Attributes:
@@ -86,7 +86,7 @@ class Column:
         return 1 + vocabulary_size if self.learns else self.size + self.maps_unknown
 
 
-def parse_columns(texts: Sequence[str]) -> tuple[Column, ...]:
+def parse_columns(texts: Sequence[str]) -> tuple[RecordColumn, ...]:
     """Parse the task option `columns`.
 
     Raises:
@@ -100,7 +100,7 @@ def parse_columns(texts: Sequence[str]) -> tuple[Column, ...]:
     return found
 
 
-def parse_column(text: str) -> Column:
+def parse_column(text: str) -> RecordColumn:
     """Parse one column, such as "user=id min=5".
 
     Raises:
@@ -129,7 +129,7 @@ def _setting(text: str, kind: str, word: str) -> tuple[str, str]:
     return key, value
 
 
-def _checked(text: str, name: str, kind: str, at_least: float | None, settings: Mapping[str, str]) -> Column:
+def _checked(text: str, name: str, kind: str, at_least: float | None, settings: Mapping[str, str]) -> RecordColumn:
     if {"size", "hash"} <= settings.keys() or ("min" in settings and {"size", "hash"} & settings.keys()):
         raise _refused(text, "ids are integers (size), hashed (hash) or a learned vocabulary (min). Give one of them")
     if settings.get("unknown", "map") != "map":
@@ -137,7 +137,7 @@ def _checked(text: str, name: str, kind: str, at_least: float | None, settings: 
     if settings.get("log", ""):
         raise _refused(text, "log has no value. Write log")
     missing = settings.get("missing")
-    return Column(
+    return RecordColumn(
         name,
         kind,
         size=_whole(text, settings, "size", _whole(text, settings, "hash", 0)),
@@ -178,7 +178,7 @@ def _refused(text: str, rule: str) -> ConfigError:
 # Values of records.
 
 
-def id_text(record: TableRecord, column: Column, value: Any) -> str:
+def id_text(record: TableRecord, column: RecordColumn, value: Any) -> str:
     """Return an id as text, so that 7, 7.0 and "7" are equal. Missing values are "".
 
     Raises:
@@ -193,7 +193,7 @@ def id_text(record: TableRecord, column: Column, value: Any) -> str:
     return str(value).strip()
 
 
-def id_texts(record: TableRecord, column: Column, value: Any) -> list[str]:
+def id_texts(record: TableRecord, column: RecordColumn, value: Any) -> list[str]:
     """Return the ids of a record as text: one for the kind id, any number for ids.
 
     A list in a csv file is a JSON list, or text that is split at "|" if it contains one, else at white space.
@@ -224,7 +224,7 @@ def hashed(text: str, size: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % size
 
 
-def id_reader(column: Column, vocabulary: Mapping[str, int]) -> Callable[[TableRecord, str], int]:
+def id_reader(column: RecordColumn, vocabulary: Mapping[str, int]) -> Callable[[TableRecord, str], int]:
     """Return a function from the text of an id to its index.
 
     Indices of a learned vocabulary start at 1, and index 0 is the unknown id. Other columns that map unknown ids have
@@ -257,7 +257,7 @@ def id_reader(column: Column, vocabulary: Mapping[str, int]) -> Callable[[TableR
     return learned if column.learns else bucket if column.is_hashed else integer
 
 
-def number_of(record: TableRecord, column: Column, value: Any) -> float:
+def number_of(record: TableRecord, column: RecordColumn, value: Any) -> float:
     """Return the value of a number column, after its logarithm.
 
     Raises:
@@ -278,7 +278,7 @@ def number_of(record: TableRecord, column: Column, value: Any) -> float:
     return math.log1p(found)
 
 
-def label_of(record: TableRecord, column: Column, value: Any) -> float:
+def label_of(record: TableRecord, column: RecordColumn, value: Any) -> float:
     """Return the label 0 or 1: the value itself, or the result of the comparison with the threshold.
 
     Raises:
@@ -295,7 +295,7 @@ def label_of(record: TableRecord, column: Column, value: Any) -> float:
     return found
 
 
-def time_of(record: TableRecord, column: Column, value: Any) -> float:
+def time_of(record: TableRecord, column: RecordColumn, value: Any) -> float:
     """Return a time as a number: numbers are unchanged, dates in ISO 8601 become seconds since 1970 (UTC).
 
     Raises:
@@ -324,7 +324,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _finite(record: TableRecord, column: Column, value: Any) -> float:
+def _finite(record: TableRecord, column: RecordColumn, value: Any) -> float:
     try:
         found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):

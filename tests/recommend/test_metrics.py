@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.comm.mesh import build_mesh
 from weft.config.partitioning import share_out
 from weft.config.plan import Plan
-from weft.train.tasks.recommend.metrics import AreaUnderCurve, ItemRanks, exact_auc
+from weft.recommend.metrics import AreaUnderCurve, ItemRanks, exact_auc
 
 
 def samples(seed: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.choice import product
-from tests.train.recommend.cases import MODELS, settings, write_jsonl
+from tests.recommend.cases import MODELS, settings, write_jsonl
 from weft import env
 from weft.checkpoint.load import load_checkpoint
 from weft.config.files import format_config, load_config

@@ -105,7 +105,8 @@ class ItemRanks:
     smaller id is first.
 
     Args:
-        vectors: returns the vectors (N, D) of items by their ids, int64 (N,). All ranks call it equally often.
+        vectors: returns the vectors (N, D) of items by their ids, int64 (N,). It may be a collective: all ranks call it
+            the same number of times.
         num_items: items have the ids 1 to num_items.
         ks: values of k.
         axis: ranks that read different samples.
@@ -128,7 +129,7 @@ class ItemRanks:
         """Add a batch of samples. All ranks call it.
 
         Args:
-            queries: vectors (B, D) whose products with those of items are the scores.
+            queries: vectors (B, D). Products with the items' vectors are the scores.
             targets: ids of the right items, int64 (B,); 0 for an item that is not among them, -1 for no sample.
             counts: False for a placeholder.
         """

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.train.recommend.cases import EVENTS, ITEMS, MODELS, USERS, events, settings, write_csv, write_jsonl
+from tests.recommend.cases import EVENTS, ITEMS, MODELS, USERS, events, settings, write_csv, write_jsonl
 from weft.config.files import load_config
 from weft.data.store.row_table import RowTable
 from weft.errors import ConfigError, DataError
+from weft.recommend.prepared import read_vocabulary
+from weft.recommend.task import RecommendTask, RowNumber
 from weft.train.folder import RunFolder
-from weft.train.tasks.recommend.prepared import read_vocabulary
-from weft.train.tasks.recommend.task import RecommendTask, RowNumber
 from weft.train.tasks.registry import find_task
 
 STYLES = "tables.user=rows tables.*=replicate"
@@ -207,6 +207,6 @@ def test_options_that_do_not_fit_are_refused(name, more, error, data, tmp_path):
 
 
 def test_every_model_has_a_case():
-    from weft.train.tasks.recommend.task import MODELS as ALL
+    from weft.recommend.task import MODELS as ALL
 
     assert {one.removeprefix("model=") for options in MODELS.values() for one in options if "model=" in one} == set(ALL)

@@ -20,21 +20,21 @@ from weft.data.order.stream import derive_key
 from weft.data.store.row_table import RowTable
 from weft.errors import ConfigError, DataError, Problem, did_you_mean
 from weft.models.initialize import initialise
-from weft.models.recommenders import DeepFm, Dlrm, IdField, SasRec, Tower, TwoTower
-from weft.train.folder import RunFolder, free_name
-from weft.train.losses import GlobalBatchLoss
-from weft.train.tasks.base import Metric, Report, Scorer, Task, described
-from weft.train.tasks.folder_task import IGNORED, FilledUp
-from weft.train.tasks.recommend.columns import Column, parse_columns
-from weft.train.tasks.recommend.metrics import AreaUnderCurve, ItemRanks, RankedItems
-from weft.train.tasks.recommend.prepared import (
+from weft.models.recommenders import DeepFm, Dlrm, FeatureTower, IdField, SasRec, TwoTower
+from weft.recommend.columns import RecordColumn, parse_columns
+from weft.recommend.metrics import AreaUnderCurve, ItemRanks, RankedItems
+from weft.recommend.prepared import (
     SPLITS,
     ColumnReader,
+    ColumnSchema,
     RecommendReader,
-    Schema,
     item_catalog,
     item_sequences,
 )
+from weft.train.folder import RunFolder, free_name
+from weft.train.losses import GlobalBatchLoss
+from weft.train.tasks.base import EvaluationScorer, Metric, Report, Task, described
+from weft.train.tasks.folder_task import IGNORED, FilledUp
 from weft.train.tasks.table_data import SplitTables
 from weft.units import format_count
 
@@ -130,7 +130,7 @@ class RecommendTask(Task):
         if self.split not in SPLITS or (self.split == "last") != (self.model == "sasrec"):
             right = "last" if self.model == "sasrec" else "random or time"
             raise _refused("split", self.split, f"{self.model} is evaluated on split={right}. Use that.")
-        self.schema = Schema(parse_columns(_listed(self.columns)), _listed(self.user), _listed(self.item))
+        self.schema = ColumnSchema(parse_columns(_listed(self.columns)), _listed(self.user), _listed(self.item))
         _check_numbers(self)
         _check_columns(self)
         ks = [round(one) for one in self.k]
@@ -319,12 +319,14 @@ class RecommendTask(Task):
         fields = [self._field(one) for one in self.schema.columns if one.has_ids]
         return kind(fields, len(self.schema.numbers), self.dim, hidden, self.dropout)
 
-    def _tower(self, names: Sequence[str], hidden: list[int]) -> Tower:
+    def _tower(self, names: Sequence[str], hidden: list[int]) -> FeatureTower:
         columns = [self.schema.named(name) for name in names]
         numbers = [self.schema.numbers.index(one) for one in columns if one.kind == "number"]
-        return Tower([self._field(one) for one in columns if one.has_ids], numbers, self.dim, hidden, self.dropout)
+        return FeatureTower(
+            [self._field(one) for one in columns if one.has_ids], numbers, self.dim, hidden, self.dropout
+        )
 
-    def _field(self, column: Column) -> IdField:
+    def _field(self, column: RecordColumn) -> IdField:
         index = self.schema.ids.index(column) if column.kind == "id" else None
         return IdField(column.module, self._num_rows(column.name), index, column.padding)
 
@@ -377,7 +379,7 @@ class RecommendTask(Task):
             return {}
         return {"log_loss": sums["loss"] / sums["count"] if sums["count"] else None}
 
-    def scorer(self, model: nn.Module, axis: Axis) -> Scorer:
+    def scorer(self, model: nn.Module, axis: Axis) -> EvaluationScorer:
         if self.model in POINTWISE:
             return AreaUnderCurve(axis)
         device = next(model.parameters()).device

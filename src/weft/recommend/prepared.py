@@ -23,16 +23,16 @@ from weft.data.store.prepare import cache_folder
 from weft.data.store.prepared import key_of
 from weft.data.store.row_table import RowTable, RowWriter, ready_table
 from weft.errors import ConfigError, DataError, Problem
-from weft.train.tasks.base import Report
-from weft.train.tasks.recommend.columns import (
+from weft.recommend.columns import (
     OPTION,
-    Column,
+    RecordColumn,
     id_reader,
     id_texts,
     label_of,
     number_of,
     time_of,
 )
+from weft.train.tasks.base import Report
 from weft.train.tasks.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.units import counted
 
@@ -42,7 +42,7 @@ SPLITS = ("random", "time", "last")
 
 
 @dataclass(frozen=True)
-class Schema:
+class ColumnSchema:
     """The columns that a model reads, by kind.
 
     Attributes:
@@ -51,44 +51,44 @@ class Schema:
         item: names of the columns of the item; the first one is its id.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[RecordColumn, ...]
     user: tuple[str, ...] = ()
     item: tuple[str, ...] = ()
 
-    def of_kind(self, kind: str) -> tuple[Column, ...]:
+    def of_kind(self, kind: str) -> tuple[RecordColumn, ...]:
         """Return the columns of a kind in order."""
         return tuple(one for one in self.columns if one.kind == kind)
 
     @cached_property
-    def ids(self) -> tuple[Column, ...]:
+    def ids(self) -> tuple[RecordColumn, ...]:
         """Columns of kind id."""
         return self.of_kind("id")
 
     @cached_property
-    def bags(self) -> tuple[Column, ...]:
+    def bags(self) -> tuple[RecordColumn, ...]:
         """Columns of kind ids."""
         return self.of_kind("ids")
 
     @cached_property
-    def numbers(self) -> tuple[Column, ...]:
+    def numbers(self) -> tuple[RecordColumn, ...]:
         """Columns of kind number."""
         return self.of_kind("number")
 
     @property
-    def label(self) -> Column | None:
+    def label(self) -> RecordColumn | None:
         """The label's column, or None."""
         return next(iter(self.of_kind("label")), None)
 
     @property
-    def time(self) -> Column | None:
+    def time(self) -> RecordColumn | None:
         """The time's column, or None."""
         return next(iter(self.of_kind("time")), None)
 
-    def named(self, name: str) -> Column:
+    def named(self, name: str) -> RecordColumn:
         """Return a column by its name.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if no column has the name.
         """
         for one in self.columns:
             if one.name == name:
@@ -109,7 +109,7 @@ class RecommendReader:
         report: called with (stage, done, total) while files are read.
     """
 
-    def __init__(self, data: DataSection, schema: Schema, split: str, positives: bool, report: Report | None):
+    def __init__(self, data: DataSection, schema: ColumnSchema, split: str, positives: bool, report: Report | None):
         self._data, self._schema, self._split, self._report = data, schema, split, report
         self._positive = schema.label if positives else None
         self._readers: dict[str, Callable[[TableRecord, str], int]] = {}
@@ -168,7 +168,8 @@ class RecommendReader:
     def _vocabulary(self, counts: Counter[str], least: int) -> RowTable:
         """Return the table of an id column's texts and counts: row i is index i + 1.
 
-        The order is that of a hash, so that frequent ids are distributed evenly over ranks that hold ranges of rows.
+        The ids are in the order of a hash, so that frequent ids are distributed evenly over ranks that hold ranges of
+        rows.
         """
         texts = sorted(
             (text for text, count in counts.items() if text and count >= least),
@@ -213,7 +214,7 @@ class RecommendReader:
                 row["time"] = np.array([time_of(record, time, record.value(time.name, OPTION))], np.float64)
             yield row
 
-    def _indices(self, record: TableRecord, column: Column) -> list[int]:
+    def _indices(self, record: TableRecord, column: RecordColumn) -> list[int]:
         read = self._readers[column.name]
         return [read(record, text) for text in id_texts(record, column, record.value(column.name, OPTION))]
 
@@ -249,7 +250,7 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
 # Tables derived from encoded rows.
 
 
-def item_catalog(data: DataSection, tables: SplitTables, schema: Schema) -> RowTable:
+def item_catalog(data: DataSection, tables: SplitTables, schema: ColumnSchema) -> RowTable:
     """Return the training records of each item: row i is index i + 1 of the item column's vocabulary.
 
     A row has `row`, the number of the item's last training record, whose columns describe the item, and `count`, the
@@ -269,7 +270,7 @@ def item_catalog(data: DataSection, tables: SplitTables, schema: Schema) -> RowT
     return ready_table(cache_folder(data), ["catalog", _VERSION, train.digest, column], write, None)
 
 
-def item_sequences(data: DataSection, tables: SplitTables, schema: Schema, length: int) -> SplitTables:
+def item_sequences(data: DataSection, tables: SplitTables, schema: ColumnSchema, length: int) -> SplitTables:
     """Return sequences of items by user, without and with each user's last item.
 
     Training rows have `items`: consecutive items of a user without the last one, in windows of up to `length` + 1 that
@@ -308,11 +309,11 @@ def item_sequences(data: DataSection, tables: SplitTables, schema: Schema, lengt
     )
 
 
-def _id_column(table: RowTable, schema: Schema, column: int) -> np.ndarray:
+def _id_column(table: RowTable, schema: ColumnSchema, column: int) -> np.ndarray:
     return table.column("ids").reshape(-1, len(schema.ids))[:, column]
 
 
-def _sequences(events: RowTable, schema: Schema) -> Iterator[np.ndarray]:
+def _sequences(events: RowTable, schema: ColumnSchema) -> Iterator[np.ndarray]:
     """Yield the items of each user in order of time, and of the records for equal times. Unknown items are left out."""
     users, items = (
         _id_column(events, schema, schema.ids.index(schema.named(name))) for name in (schema.user[0], schema.item[0])
@@ -345,7 +346,7 @@ class ColumnReader:
         numbers: mean and standard deviation of each number column, by name.
     """
 
-    schema: Schema
+    schema: ColumnSchema
     numbers: Mapping[str, Sequence[float]]
 
     def read(self, table: RowTable, rows: np.ndarray) -> dict[str, np.ndarray]:
