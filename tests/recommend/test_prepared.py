@@ -210,3 +210,12 @@ def test_every_model_has_a_case():
     from weft.recommend.task import MODELS as ALL
 
     assert {one.removeprefix("model=") for options in MODELS.values() for one in options if "model=" in one} == set(ALL)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_planner_describes_every_model(name, data, tmp_path):
+    task = prepared(name, data, tmp_path)
+    found = task.describe()
+    assert found.traced is not None
+    assert found.traced.name == task.model
+    assert set(found.task_limits) == {"tp", "pp", "cp", "zero"}

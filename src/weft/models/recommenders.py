@@ -48,7 +48,7 @@ class IdField:
 class FieldEmbeddings(nn.Module):
     """Embeddings of id columns: (B, F, D).
 
-    A batch has `ids` (B, id columns), and for a column of lists `bag.NAME`, all its ids, and `starts.NAME` (B + 1,).
+    A batch has `ids` (B, id columns), and for a column of lists `bag.NAME`, all its ids, and `starts.NAME` (B,).
     """
 
     def __init__(self, fields: Sequence[IdField], dim: int):
@@ -56,7 +56,7 @@ class FieldEmbeddings(nn.Module):
         self.fields = tuple(fields)
         self.tables = nn.ModuleDict({one.name: _table(one, dim) for one in fields})
 
-    def forward(self, batch: Batch) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """Look up all fields."""
         found = [
             self.tables[one.name](batch[f"bag.{one.name}"], batch[f"starts.{one.name}"])
@@ -71,7 +71,7 @@ def _table(field: IdField, dim: int) -> nn.Module:
     if field.index is not None:
         table: nn.Module = nn.Embedding(field.num_rows, dim, padding_idx=field.padding)
     else:
-        table = nn.EmbeddingBag(field.num_rows, dim, mode="mean", include_last_offset=True, padding_idx=field.padding)
+        table = nn.EmbeddingBag(field.num_rows, dim, mode="mean", padding_idx=field.padding)
     table.init_std = _TABLE_STD  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType] - read by `initialise`
     return table
 
@@ -115,9 +115,9 @@ class Dlrm(FieldEmbeddings):
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.top = Mlp([num_pairs + (dim if num_numbers else 0), *hidden, 1], dropout)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor:
         """Return logits, (B,)."""
-        vectors = super().forward(batch)
+        vectors = self.embed(batch)
         dense = [] if self.bottom is None else [self.bottom(batch["numbers"])]
         vectors = torch.cat([vectors, *(one[:, None] for one in dense)], 1)
         products = vectors @ vectors.transpose(1, 2)
@@ -137,9 +137,9 @@ class DeepFm(FieldEmbeddings):
         self.numbers = nn.Linear(num_numbers, dim + 1, bias=False) if num_numbers else None
         self.deep = Mlp([(len(fields) + num_numbers) * dim, *hidden, 1], dropout)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor:
         """Return logits, (B,)."""
-        vectors = super().forward(batch)
+        vectors = self.embed(batch)
         if self.numbers is not None:
             vectors = torch.cat([vectors, self.numbers(torch.diag_embed(batch["numbers"]))], 1)
         first, second = vectors[..., -1], vectors[..., :-1]
@@ -165,9 +165,9 @@ class FeatureTower(FieldEmbeddings):
         self.number_columns = list(numbers)
         self.mlp = Mlp([len(fields) * dim + len(numbers), *hidden, dim], dropout)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor:
         """Return vectors, (B, D)."""
-        found = [super().forward(batch).flatten(1)]
+        found = [self.embed(batch).flatten(1)]
         if self.number_columns:
             found.append(batch["numbers"][:, self.number_columns])
         return F.normalize(self.mlp(torch.cat(found, 1)), dim=-1)
@@ -180,13 +180,13 @@ class TwoTower(nn.Module):
         super().__init__()
         self.user, self.item = user, item
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
         """Return the vectors of users and items, (B, D) each."""
-        return self.user(batch), self.item(batch)
+        return self.user(**batch), self.item(**batch)
 
     def item_vectors(self, batch: Batch) -> Tensor:
         """Return the vectors of items, (B, D)."""
-        return self.item(batch)
+        return self.item(**batch)
 
 
 class SasRec(nn.Module):
@@ -217,7 +217,7 @@ class SasRec(nn.Module):
         self.blocks = nn.ModuleList([_with_dropout(Block(spec, layer), dropout) for layer in range(num_layers)])
         self.norm = nn.LayerNorm(dim, spec.norm_eps)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores of candidates for the next item at each position, and the last states, (B, D).
 
         `items` is int64 (B, T), padded with 0 on the right, and `last` the position of the last item, (B,). The

@@ -85,7 +85,7 @@ def _by_range(keys: Tensor, labels: Tensor, axis: Axis) -> tuple[Tensor, Tensor]
     """Send each key with its label to the rank that holds its range. Equal keys arrive at one rank."""
     num_each = max(2, _SAMPLED_KEYS // axis.size)
     ordered = keys.sort().values
-    picked = torch.linspace(0, max(0, len(keys) - 1), num_each, device=keys.device).long()
+    picked = torch.arange(num_each, device=keys.device) * max(0, len(keys) - 1) // (num_each - 1)
     own = ordered[picked] if len(keys) else keys.new_full((num_each,), 2**63 - 1)
     sampled = all_gather(own, axis).sort().values
     borders = sampled[[len(sampled) * rank // axis.size for rank in range(1, axis.size)]]

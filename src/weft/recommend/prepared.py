@@ -352,7 +352,7 @@ class ColumnReader:
     def read(self, table: RowTable, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return `ids` (B, id columns), `numbers` (B, number columns) with mean 0 and variance 1, and lists of ids.
 
-        The lists of a column are `bag.NAME`, all ids in order, and `starts.NAME`, int64 (B + 1,).
+        The lists of a column are `bag.NAME`, all ids in order, and `starts.NAME`, int64 (B,).
 
         rows: int64 (B,).
         """
@@ -369,5 +369,5 @@ class ColumnReader:
             ends = lengths.cumsum()
             index = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
             found[f"bag.{name}"] = table.column(f"bag.{name}")[index]
-            found[f"starts.{name}"] = np.concatenate(([0], ends))
+            found[f"starts.{name}"] = ends - lengths
         return found

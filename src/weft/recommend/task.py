@@ -336,12 +336,11 @@ class RecommendTask(Task):
 
     def describe(self) -> PlannedModel:
         _ = self.tables
-        return super().describe()
+        return replace(super().describe(), task_limits=_LIMITS)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        if self.model == "two_tower":
-            return (*model(batch), batch["item"], batch["log_q"])
-        return model(batch)
+        found = super().forward(model, batch)
+        return (*found, batch["item"], batch["log_q"]) if self.model == "two_tower" else found
 
     @property
     def loss(self) -> Callable[[Any, Any], tuple[Tensor, Tensor | int]]:  # pyright: ignore[reportIncompatibleMethodOverride] - a loss of the whole batch is an object
