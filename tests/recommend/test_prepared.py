@@ -218,4 +218,4 @@ def test_planner_describes_every_model(name, data, tmp_path):
     found = task.describe()
     assert found.traced is not None
     assert found.traced.name == task.model
-    assert set(found.task_limits) == {"tp", "pp", "cp", "zero"}
+    assert set(found.task_limits) == {"tp", "pp", "cp"}

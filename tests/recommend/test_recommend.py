@@ -54,6 +54,18 @@ def test_two_ranks_equal_one_process(name, plan, style, optimizer, data, tmp_pat
     assert verdict.max_rel_diff < 1e-10
 
 
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.full) for one in MODELS if one != "two_tower"] +
+                                 ["two_tower"])  # fmt: skip
+def test_zero_3_without_a_layout_equals_one_process(name, data, tmp_path, ranks2):
+    more = [one for one in settings(name, data, data.parent, "") if not one.startswith(("layout", "tables"))]
+    file = tmp_path / "run.toml"
+    file.write_text(format_config(load_config(None, more).config))
+    with Verifier(find_subject(str(file), Settings(num_steps=3, global_batch=12)), 2, pool=ranks2) as verifier:
+        verdict = verifier.verify(Plan.parse("dp_shard=2 zero=3"))
+    assert verdict.passed, verdict
+    assert verdict.max_rel_diff < 1e-10
+
+
 def started(name: str, data: Path, folder: Path, *more: str) -> RunFolder:
     layout = "tables.user=rows tables.*=replicate"
     run = prepare_run(load_config(None, settings(name, data, folder, layout, *more)).config, world_size=1)

@@ -180,13 +180,10 @@ class TwoTower(nn.Module):
         super().__init__()
         self.user, self.item = user, item
 
-    def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vectors of users and items, (B, D) each."""
-        return self.user(**batch), self.item(**batch)
-
-    def item_vectors(self, batch: Batch) -> Tensor:
-        """Return the vectors of items, (B, D)."""
-        return self.item(**batch)
+    def forward(self, of_items: bool = False, **batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the vectors of users and items, (B, D) each. With `of_items` the batch has only the items' columns."""
+        items = self.item(**batch)
+        return items if of_items else self.user(**batch), items
 
 
 class SasRec(nn.Module):
@@ -217,13 +214,16 @@ class SasRec(nn.Module):
         self.blocks = nn.ModuleList([_with_dropout(Block(spec, layer), dropout) for layer in range(num_layers)])
         self.norm = nn.LayerNorm(dim, spec.norm_eps)
 
-    def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, of_items: bool = False, **batch: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores of candidates for the next item at each position, and the last states, (B, D).
 
         `items` is int64 (B, T), padded with 0 on the right, and `last` the position of the last item, (B,). The
         candidates are `candidates` (B, T, 1 + K), or all items in the order of their ids if the batch has none; the
-        scores are (B, T, 1 + K) or (B, T, I).
+        scores are (B, T, 1 + K) or (B, T, I). With `of_items`, return the vectors of the items `ids` twice, (B, D).
         """
+        if of_items:
+            vectors = self.tables["item"](batch["ids"])
+            return vectors, vectors
         items_BT = batch["items"]
         positions_BT = torch.arange(items_BT.shape[1], device=items_BT.device)[None]
         x_BTD = self.drop(self.tables["item"](items_BT) + self.pos_embed(positions_BT))
@@ -236,10 +236,6 @@ class SasRec(nn.Module):
         else:
             scores = x_BTD @ self.tables["item"](torch.arange(self.num_items, device=items_BT.device)).T
         return scores, x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), batch["last"]]
-
-    def item_vectors(self, batch: Batch) -> Tensor:
-        """Return the vectors of the items `ids`, (B, D)."""
-        return self.tables["item"](batch["ids"])
 
 
 def _with_dropout(block: Block, rate: float) -> Block:

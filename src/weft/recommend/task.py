@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 POINTWISE = ("dlrm", "deepfm")
 MODELS = (*POINTWISE, "two_tower", "sasrec")
 _ROWS = "rows.json"
-_NO = "recommenders support data parallelism with zero=0 to 2"
-_LIMITS = {name: Limit((1,), _NO) for name in ("tp", "pp", "cp")} | {"zero": Limit((0, 1, 2), _NO)}
+_LIMITS = {name: Limit((1,), "recommenders support data parallelism only") for name in ("tp", "pp", "cp")}
 
 
 class RowNumber(NamedTuple):
@@ -382,7 +381,6 @@ class RecommendTask(Task):
         if self.model in POINTWISE:
             return AreaUnderCurve(axis)
         device = next(model.parameters()).device
-        of_items: Any = model
 
         def vectors(ids: Tensor) -> Tensor:
             found = {"ids": ids}
@@ -391,7 +389,7 @@ class RecommendTask(Task):
                 found = {
                     name: torch.from_numpy(one) for name, one in self._reader.read(self.tables.train, rows).items()
                 }
-            return of_items.item_vectors({name: one.to(device) for name, one in found.items()})
+            return model(of_items=True, **{name: one.to(device) for name, one in found.items()})[1]
 
         number = self._num_rows(self.schema.item[0]) - 1
         ranks = ItemRanks(vectors, number, [round(one) for one in self.k], axis)
