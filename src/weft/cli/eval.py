@@ -48,7 +48,7 @@ def evaluate(
     """Evaluate a trained model on the run's evaluation set, or with lm-eval on local data. Nothing is downloaded."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        _refuse_lone(chat or {task_folder, few_shot, limit, batch_size} != {None})
+        _refuse_lone(tasks != "" or chat or {task_folder, few_shot, limit, batch_size} != {None})
         _evaluate_own(run, plan, dtype, device, as_json)
         return
     env.default_for_libraries(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", DISABLE_MULTIPROC="1")

@@ -113,24 +113,29 @@ def _compare_all(
     scorer: EvaluationScorer | None,
 ) -> None:
     loss: Any = task.loss
-    every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()
+    every, part = GatheredFeatures(mesh.data), GatheredFeatures(mesh.data)
     per_batch = mesh.plan.microbatches_per_step
+
+    def compare() -> None:
+        nonlocal part
+        loss_sum, count = part.compared(loss.compare)
+        totals[0] += loss_sum
+        totals[1] += count
+        part = GatheredFeatures(mesh.data)
 
     def add(output: Any, local: Any, counts: bool) -> None:
         if scorer is not None:
             scorer.add(output, local, counts=counts)
-        if not parts or parts[-1].num_added == per_batch:
-            parts.append(GatheredFeatures(mesh.data))
-        parts[-1].add(output, counts=counts)
+        part.add(output, counts=counts)
         if loss.score is not None:
-            every.take(parts[-1])
+            every.take(part)
+        if part.num_added == per_batch:
+            compare()
 
     each_output(model, batches, mesh, loss, task.forward, add)
-    for part in parts:
-        loss_sum, count = part.compared(loss.compare)
-        totals[0] += loss_sum
-        totals[1] += count
-    if parts and loss.score is not None:
+    if part.num_added:
+        compare()
+    if every.num_added:
         found = every.compared(loss.score)
         for place, name in enumerate(task.sum_names, 2):
             totals[place] += found[name]
