@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,7 +47,8 @@ _ROWS = "rows.json"
 _LIMITS = {name: Limit((1,), "recommenders support data parallelism only") for name in ("tp", "pp", "cp")}
 
 
-class RowNumber(NamedTuple):
+@dataclass(slots=True)
+class RowNumber:
     """A sample: the number of a row of a split, which `collate` reads together with the others of the batch.
 
     epoch: of training. index: -1 for padding of the last evaluation batch.
@@ -215,7 +216,7 @@ class RecommendTask(Task):
         if table is None:
             return None
         rows = RowNumbers(split, len(table))
-        return FilledUp(rows, self.config.train.global_batch, lambda row: row._replace(index=-1))
+        return FilledUp(rows, self.config.train.global_batch, lambda row: replace(row, index=-1))
 
     def samples_per_epoch(self) -> int:
         return len(self.tables.train)
