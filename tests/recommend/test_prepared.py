@@ -189,7 +189,7 @@ def test_other_data_does_not_resume(data, tmp_path):
     ("dlrm", ["split=last"], "split=last: dlrm is evaluated on split=random or time. Use that."),
     ("dlrm", ['user=["user"]'], "user=user: dlrm reads all columns together. Leave it out."),
     ("dlrm", ["dropout=1.5"], "dropout=1.5: it is 0 to 0.99. Use a number between."),
-    ("dlrm", ['columns=["user=id"]'], "columns=('user=id',): dlrm needs a label. Add a column such as "
+    ("dlrm", ['columns=["user=id"]'], "columns=user=id: dlrm needs a label. Add a column such as "
      "rating=label>=4."),
     ("deepfm", ['columns=["user=id", "rating=label>=4"]'],
      "split=time: it needs the time of records. Add a column such as timestamp=time."),

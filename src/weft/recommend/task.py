@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -204,7 +205,7 @@ class RecommendTask(Task):
     def catalog(self) -> RowTable:
         """The last training record and the number of records of each item."""
         if self._catalog is None:
-            self._catalog = RowTable(_path(self.tables.found["catalog"]))
+            self._catalog = RowTable(Path(self.tables.found["catalog"]))
         return self._catalog
 
     # --- samples and batches ---
@@ -436,12 +437,6 @@ def _listed(names: Any) -> tuple[str, ...]:
     return tuple(one.strip() for one in names.split(",") if one.strip()) if isinstance(names, str) else tuple(names)
 
 
-def _path(folder: str) -> Any:
-    from pathlib import Path
-
-    return Path(folder)
-
-
 # Checks of the options.
 
 
@@ -470,14 +465,22 @@ def _check_columns(task: RecommendTask) -> None:
     schema, model = task.schema, task.model
     for kind in ("label", "time"):
         if len(schema.of_kind(kind)) > 1:
-            raise _refused("columns", task.columns, f"there are two columns of kind {kind}. Keep one.")
+            raise _refused(
+                "columns", ", ".join(_listed(task.columns)), f"there are two columns of kind {kind}. Keep one."
+            )
     if task.split != "random" and schema.time is None:
         raise _refused("split", task.split, "it needs the time of records. Add a column such as timestamp=time.")
     if model in POINTWISE:
         if schema.label is None:
-            raise _refused("columns", task.columns, f"{model} needs a label. Add a column such as rating=label>=4.")
+            raise _refused(
+                "columns",
+                ", ".join(_listed(task.columns)),
+                f"{model} needs a label. Add a column such as rating=label>=4.",
+            )
         if not any(one.has_ids for one in schema.columns):
-            raise _refused("columns", task.columns, f"{model} needs a column of ids. Add one such as item=id.")
+            raise _refused(
+                "columns", ", ".join(_listed(task.columns)), f"{model} needs a column of ids. Add one such as item=id."
+            )
         for name in ("user", "item"):
             if value := getattr(schema, name):
                 raise _refused(name, ",".join(value), f"{model} reads all columns together. Leave it out.")
