@@ -20,11 +20,8 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from weft.config import partitioning as shares
-from weft.config.decoder_shape import DecoderSpec, shape_problems
+from weft.config.fields.layout import Layout
 from weft.config.files import load_config
-from weft.config.hugging_face_config import decoder_shape
-from weft.config.layout import Layout
-from weft.config.model_spec import decoder_spec, model_names, resolve_decoder
 from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
@@ -43,8 +40,7 @@ from weft.parallel.state.gradients import is_attached
 from weft.parallel.tables.model import add_tables, table_weights
 from weft.train.data_share import Share
 from weft.train.folder import RunFolder
-from weft.train.hub_names import download_all, resolved_config
-from weft.train.microbatches import Microbatches, call_model
+from weft.train.states.hub_names import download_all, resolved_config
 from weft.train.tasks.base import Task
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.train.tasks.registry import find_task

@@ -1,0 +1,142 @@
+"""Parsing of a plan's text, and the values of fields that searches and tests try."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weft.config.fields.layout import common_divisors
+from weft.config.fields.plan_values import Integer, PlanField, SearchFacts
+from weft.errors import PlanError, Problem, did_you_mean
+
+
+def is_auto(text: str) -> bool:
+    """Return True if the planner chooses the plan: "auto", or "auto" followed by fixed fields ("auto zero=3")."""
+    return text.split()[:1] == ["auto"]
+
+
+def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
+    """Return the items of a plan's text as a table of unchecked values, and the problems found.
+
+    "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Problems are items without a value, repeated fields, and "auto".
+    """
+    table: dict[str, object] = {}
+    problems: list[Problem] = []
+    if is_auto(text):
+        rule = "auto works only for a run of `weft train`, and an explicit plan is needed here. Use e.g."
+        return table, [Problem("", f"plan=auto: {rule} 'dp_replicate=*'.")]
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if not name or not equals or not value:
+            rule = "a plan consists of name=value fields. Write e.g. 'dp_replicate=4 precision=bf16'."
+            problems.append(Problem(name, f"plan field {word!r}: {rule}"))
+        elif name in table:
+            problems.append(Problem(name, f"plan field {name!r} is set twice in {text!r}. Keep one."))
+        else:
+            table[name] = value
+    return table, problems
+
+
+def read_values(
+    source: str | Mapping[str, object], known: Mapping[str, PlanField]
+) -> tuple[dict[str, Any], str | None]:
+    """Return the values of a plan's text or table in normal form, and the axis that is `*`, or None.
+
+    Raise PlanError with every mistake found.
+    """
+    table, problems = split_plan(source) if isinstance(source, str) else (source, [])
+    problems += unknown_fields(table, known)
+    values: dict[str, Any] = {}
+    stars = [name for name, value in table.items() if value == "*"]
+    for name, value in table.items():
+        if name in known and name not in stars:
+            kind = known[name].kind
+            try:
+                values[name] = kind.check(name, kind.read(value))
+            except PlanError as error:
+                problems += error.problems
+    axes = [name for name, field in known.items() if isinstance(field.kind, Integer) and field.kind.star]
+    if len(stars) > 1 or not set(stars) <= set(axes):
+        where = f"{' and '.join(stars)} have '*'" if len(stars) > 1 else f"{stars[0]}=*"
+        rule = "only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate."
+        problems.append(Problem(stars[-1], f"{where}: {rule}"))
+    if problems:
+        raise PlanError(problems)
+    return values, stars[0] if stars else None
+
+
+#: Names of settings in other tools, and the corresponding plan setting.
+_ELSEWHERE = {
+    "dp": " Write dp_shard=N (states are shared out) or dp_replicate=N (copies).",
+    "fsdp": " Write dp_shard=N zero=3.",
+    "mbs": " Write accumulation=N or microbatches=N; a microbatch is what the global batch leaves.",
+    "micro_batch": " Write accumulation=N or microbatches=N; a microbatch is what the global batch leaves.",
+    "vpp": " Write schedule=interleaved virtual_stages=N.",
+    "dtype": " Write precision=bf16.",
+}
+
+
+def unknown_fields(names: Iterable[str], known: Collection[str]) -> list[Problem]:
+    """Return one problem for each name that is not a field."""
+    every = f" Known: {', '.join(known)}."
+    return [
+        Problem(name, f"unknown plan field {name!r}.{_ELSEWHERE.get(name) or did_you_mean(name, known) or every}")
+        for name in names
+        if name not in known
+    ]
+
+
+# Values of fields that searches, refinement and tests try.
+
+#: Fractions of saved activations and optimizer states that are tried: coarse steps, and fine ones.
+_BUDGETS = ("75%", "50%", "25%")
+_FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 5, -5))
+SHARES = ("optimizer:0.5", "activations:0.5")
+FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
+#: Numbers of stages per rank that are tried for interleaved schedules.
+_DEEP = (2, 3, 4, 5, 6, 8, 10, 12)
+
+
+def schedules(facts: SearchFacts) -> list[tuple[str, int]]:
+    """Return the schedules to try, each with a number of virtual stages."""
+    deep = [stages for stages in _DEEP if 2 * stages <= facts.layers]
+    straight = [(name, 1) for name in ("gpipe", "1f1b", "zb_h1")]
+    v_shaped = [(name, 2) for name in ("zb_v", "dualpipe_v")]
+    return [*straight, *v_shaped, *((name, stages) for name in ("interleaved", "zb_interleaved") for stages in deep)]
+
+
+def recomputes(facts: SearchFacts) -> tuple[str, ...]:
+    """Return the policies to try. Flash attention stores no scores, so that a policy for them is not needed."""
+    return ("none", "selective", "full", *(() if facts.flash else ("attention",)))
+
+
+def recomputes_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[str]:
+    """Yield values that recompute some layers: by a budget, and in a pipeline by a number of blocks."""
+    if plan.pp == 1:
+        yield from _FINE_BUDGETS if fine else _BUDGETS
+        if fine and plan.recompute.endswith("%"):
+            percent = int(plan.recompute[:-1])
+            yield from (f"{each}%" for each in range(max(1, percent - 4), min(99, percent + 4) + 1))
+        return
+    most = -(-facts.layers // plan.pp)
+    counts = {round(most * eighth / 8) for eighth in (range(1, 8) if fine else (4,))}
+    if fine and plan.recompute_blocks:
+        counts |= {plan.recompute_blocks + step for step in (-2, -1, 1, 2)}
+    for count in sorted(counts & set(range(1, most))):
+        yield from (f"{policy}:{count}" for policy in ("full", "selective"))
+
+
+def orders_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str, ...]]:
+    """Yield orders of the axes in use: all orders of up to three axes, else those with two neighbors swapped."""
+    now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
+    if len(now) <= 3:
+        yield from itertools.permutations(now)
+        return
+    for index in range(len(now) - 1):
+        yield (*now[:index], now[index + 1], now[index], *now[index + 2 :])
+
+
+def sizes_tried(num_ranks: int, passes: Sequence[int]) -> Sequence[int]:
+    """Return every size of an axis that divides the number of ranks."""
+    return common_divisors(num_ranks)
