@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from weft.data.table_data import TableRecord
 from weft.errors import ConfigError, DataError
 from weft.recommend.columns import (
     hashed,
@@ -18,7 +19,6 @@ from weft.recommend.columns import (
     parse_columns,
     time_of,
 )
-from weft.train.tasks.table_data import TableRecord
 
 RECORD = TableRecord("a.jsonl", 3, {})
 OPTION = "task.options.columns"

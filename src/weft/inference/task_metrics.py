@@ -7,13 +7,13 @@ from typing import Any
 
 from weft.checkpoint.load import load_checkpoint
 from weft.comm.mesh import Mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import ConfigError, DataError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
 from weft.train.folder import RunFolder
-from weft.train.model_state import load_model
+from weft.train.states.model_state import load_model
 from weft.train.step.evaluation import evaluate_run
 from weft.train.tasks.base import Task
 from weft.train.tasks.generation import find_checkpoint

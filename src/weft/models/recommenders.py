@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.config.decoder_shape import DecoderSpec, shape_problems
+from weft.config.shapes.decoder_shape import DecoderSpec, shape_problems
 from weft.errors import ModelError
 from weft.models.attention import see_causally
 from weft.models.decoder import Block

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.data.table_data import TableRecord
 from weft.errors import ConfigError, Problem, did_you_mean
-from weft.train.tasks.table_data import TableRecord
 
 KINDS = ("number", "id", "ids", "label", "time")
 #: Option of the task that lists the columns.

@@ -22,6 +22,7 @@ from weft.data.order.stream import derive_key
 from weft.data.store.prepare import cache_folder
 from weft.data.store.prepared import key_of
 from weft.data.store.row_table import RowTable, RowWriter, ready_table
+from weft.data.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.errors import ConfigError, DataError, Problem
 from weft.recommend.columns import (
     OPTION,
@@ -33,7 +34,6 @@ from weft.recommend.columns import (
     time_of,
 )
 from weft.train.tasks.base import Report
-from weft.train.tasks.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.units import counted
 
 #: Part of the key of cached tables. A new number invalidates them.

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from weft.comm.mesh import Axis
 from weft.config.plan import Plan
 from weft.config.rules.rule import Facts
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
 from weft.data.order.stream import derive_key
 from weft.data.store.row_table import RowTable
+from weft.data.table_data import SplitTables
 from weft.errors import ConfigError, DataError, Problem, did_you_mean
 from weft.models.initialize import initialise
 from weft.models.recommenders import DeepFm, Dlrm, FeatureTower, IdField, SasRec, TwoTower
@@ -36,7 +37,6 @@ from weft.train.folder import RunFolder, free_name
 from weft.train.losses import GlobalBatchLoss
 from weft.train.tasks.base import EvaluationScorer, Metric, Report, Task, described
 from weft.train.tasks.folder_task import IGNORED, FilledUp
-from weft.train.tasks.table_data import SplitTables
 from weft.units import format_count
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.optim.table_optimizer import TableOptimizer
 
 

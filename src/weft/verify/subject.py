@@ -38,7 +38,7 @@ from weft.optim.build import build_optimizer
 from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.state.gradients import is_attached
 from weft.parallel.tables.model import add_tables, table_weights
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
 from weft.train.folder import RunFolder
 from weft.train.states.hub_names import download_all, resolved_config
 from weft.train.tasks.base import Task

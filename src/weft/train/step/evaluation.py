@@ -33,8 +33,7 @@ from weft.private_torch import tree_map
 from weft.train.batches.microbatches import ForwardFn, Microbatches
 from weft.train.engine import Evaluation
 from weft.train.losses import GatheredFeatures, GlobalBatchLoss, LossFn, in_float32, needs_float32
-from weft.train.microbatches import ForwardFn, Microbatches
-from weft.train.state_io import on_first
+from weft.train.states.state_io import on_first
 from weft.train.tasks.base import EvaluationScorer, Task
 from weft.train.tasks.description import Which
 
