@@ -26,6 +26,9 @@ from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.config.sections import OptimizerSection
+from weft.config.shapes.decoder_shape import DecoderSpec, shape_problems
+from weft.config.shapes.hugging_face_config import decoder_shape
+from weft.config.shapes.model_spec import decoder_spec, model_names, resolve_decoder
 from weft.config.table_section import TableSection
 from weft.data.batches import map_tensors
 from weft.errors import ConfigError, ModelError
@@ -39,6 +42,7 @@ from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.state.gradients import is_attached
 from weft.parallel.tables.model import add_tables, table_weights
 from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches, call_model
 from weft.train.folder import RunFolder
 from weft.train.states.hub_names import download_all, resolved_config
 from weft.train.tasks.base import Task
