@@ -84,7 +84,7 @@ def free_port() -> int:
 
 
 #: Pages with a script of another library and one of Weft with the same result.
-JOBS = ("from_fsdp", "from_lightning", "from_accelerate")
+JOBS = ("from_fsdp", "from_lightning", "from_accelerate", "from_torchrec")
 KERAS_JOBS = ("from_tensorflow",) if importlib.util.find_spec("keras") else ()
 
 
@@ -94,7 +94,13 @@ def test_scripts_for_switchers_run_on_one_process(tmp_path):
         compile(before, "before", "exec")
     driver, scripts = written([after for _, after in blocks], tmp_path)
     results = run(driver, *scripts, home=tmp_path)
-    assert [line.split()[0] for line in results] == ["weights", "loss", "weights", *["loss" for _ in KERAS_JOBS]]
+    assert [line.split()[0] for line in results] == [
+        "weights",
+        "loss",
+        "weights",
+        "loss",
+        *["loss" for _ in KERAS_JOBS],
+    ]
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
     from weft.data.order.loader import SampleView
     from weft.data.store.prepared import PreparedData
+    from weft.recommend.task import RecommendTask
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.media import MediaTask
 
@@ -55,6 +56,9 @@ def preview(
     config = _load(arguments)
     if (media := _media_task(config)) is not None:
         _preview_media(media, split, range(first, first + num), sheet)
+        return
+    if (rows := _recommend_task(config)) is not None:
+        _preview_rows(rows, split, range(first, first + num), sheet)
         return
     task = _task(config)
     prepared = _prepare(task)
@@ -107,10 +111,45 @@ def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None
         typer.echo(f"drawn in {sheet}")
 
 
+def _recommend_task(config: RunConfig) -> RecommendTask | None:
+    """Return the task with its prepared rows if it is "recommend"."""
+    if config.task.name != "recommend":
+        return None
+    from weft.recommend.task import RecommendTask
+    from weft.train.tasks.registry import find_task
+
+    task = find_task(config)
+    assert isinstance(task, RecommendTask)
+    with progress_report(sys.stderr) as report:
+        task.read_tables(report)
+    print_wrapped(sys.stdout, task.data_lines(), indent=2)
+    return task
+
+
+def _preview_rows(task: RecommendTask, split: str, which: range, sheet: Path | None) -> None:
+    from weft.errors import ConfigError, DataError
+    from weft.train.tasks.base import described
+
+    if sheet is not None:
+        raise ConfigError(f"--sheet={sheet}: rows of ids and numbers have no picture. Leave it out.")
+    samples = task.samples(split)
+    if samples is None:
+        raise DataError("split=eval: this run has no evaluation data. Set data.holdout or data.eval.")
+    for place in which:
+        where, *lines = [f"row {place}"] if split == "eval" else task.sample_lines(place)
+        typer.echo(f"\n--- sample {place}, {where}")
+        print_wrapped(sys.stdout, lines or described(task.collate([samples[place % len(samples)]])), indent=2)
+
+
 @app.command()
 def prepare(arguments: Arguments = None) -> None:
-    """Tokenise the data now, so that the run starts without delay."""
-    prepared = _prepare(_task(_load(arguments)))
+    """Tokenise the data, or encode the columns of task=recommend, so that the run starts without delay."""
+    config = _load(arguments)
+    if (rows := _recommend_task(config)) is not None:
+        for folder in rows.tables.folders():
+            typer.echo(f"stored in {folder}")
+        return
+    prepared = _prepare(_task(config))
     folders = dict.fromkeys(source.folder.parent for source in (*prepared.train, *prepared.eval))
     for folder in folders:
         typer.echo(f"stored in {folder}")
@@ -118,11 +157,20 @@ def prepare(arguments: Arguments = None) -> None:
 
 @app.command()
 def verify(arguments: Arguments = None) -> None:
-    """Read all tokenised shards and check their digests."""
+    """Read all tokenised shards or encoded columns and check their digests."""
     from weft.data.store.prepared import verify_data
     from weft.errors import DataError
 
-    prepared = _prepare(_task(_load(arguments)))
+    config = _load(arguments)
+    if (rows := _recommend_task(config)) is not None:
+        problems = [f"{folder}: {one}" for folder, one in rows.tables.problems()]
+        if problems:
+            raise DataError(
+                "\n".join([*(f"{one}." for one in problems), "Type weft data prepare, which repairs them."])
+            )
+        typer.echo(f"ok: {units.counted(len(rows.tables.folders()), 'table')}, all digests match")
+        return
+    prepared = _prepare(_task(config))
     problems = verify_data(prepared)
     if problems:
         folders = dict.fromkeys(str(source.folder.parent) for source in (*prepared.train, *prepared.eval))

@@ -65,8 +65,8 @@ class TaskSection(Section):
     """masked_lm, classify_text, classify_tokens, seq2seq, embed, reward, transcribe, or chat for conversations with
     images and audio, with the Hugging Face folder of model.path; prefer, which learns from preferred answers; distill,
     which follows a teacher; grpo, which learns from rewards; classify_images and classify_audio, with images and audio
-    clips; or your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form:
-    `task = "classify_text"`. By default a decoder trained on text."""
+    clips; recommend, with records of ids and labels; or your own task as package.module:Class, importable from this
+    folder, or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 

@@ -43,7 +43,7 @@ FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "emb
 TEXT_TASKS = ("prefer", "distill", "grpo")
 #: These tasks train networks for images, audio and text, with new weights or from a folder.
 MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast", "chat")
-TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
+TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS, "recommend")
 #: The model that each named task trains: the model of a Hugging Face "folder", or the text "decoder".
 TRAINS = {**dict.fromkeys((*FOLDER_TASKS, "chat"), "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 TaskName = Annotated[

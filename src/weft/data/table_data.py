@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from array import array
@@ -107,6 +108,15 @@ class SplitTables:
         """Rows for evaluation, or None."""
         return RowTable(self.eval_folder) if self.eval_folder is not None else None
 
+    def folders(self) -> list[Path]:
+        """Return the folders of all tables, those in `found` included."""
+        more = [*self.found.get("vocabularies", {}).values(), self.found.get("catalog")]
+        return [one for one in (self.train_folder, self.eval_folder, *(Path(name) for name in more if name)) if one]
+
+    def problems(self) -> list[tuple[Path, str]]:
+        """Read all tables, and return (folder, message) for each damaged file."""
+        return [(folder, one) for folder in self.folders() for one in RowTable(folder).problems()]
+
     def to_json(self) -> str:
         """Return JSON text that `from_json` reads."""
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
@@ -140,6 +150,8 @@ class TableReader:
         rows: turns consecutive records into rows; the second argument is the survey's result.
         survey: reads all training records first, and returns JSON values about them.
         report: called with (stage, done, total) while files are read.
+        draw: number of a record. The records with the lowest numbers are held out for evaluation. By default a hash of
+            the record's content.
     """
 
     def __init__(
@@ -149,8 +161,10 @@ class TableReader:
         rows: Callable[[list[TableRecord], Mapping[str, Any]], Rows],
         survey: Callable[[Iterator[TableRecord]], Mapping[str, Any]],
         report: Report | None,
+        draw: Callable[[TableRecord], float] | None = None,
     ):
         self._data, self._key, self._rows, self._survey, self._report = data, key, rows, survey, report
+        self._draw = draw or _draw
         self._summary: list[str] = []
 
     def tables(self) -> SplitTables:
@@ -222,13 +236,18 @@ class TableReader:
     ) -> Mapping[str, Any]:
         draws = array("d")
         if share:
-            draws.extend(_draw(record) for record in self._records(sources, []))
+            draws.extend(self._draw(record) for record in self._records(sources, []))
         most = _highest_draw(draws, share)
         wants_kept = split == "held out"
 
+        num_read = 0
+
         def requested_records(broken: list[str]) -> Iterator[TableRecord]:
+            nonlocal num_read
+            num_read = 0
             for record in self._records(sources, broken):
-                if (bool(share) and _draw(record) <= most) is wants_kept:
+                num_read += 1
+                if (bool(share) and self._draw(record) <= most) is wants_kept:
                     yield record
 
         if found is None:
@@ -240,7 +259,7 @@ class TableReader:
                 self._add(writer, chunk, found)
                 chunk = []
         self._add(writer, chunk, found)
-        number = writer.num_rows + len(broken)
+        number = num_read + len(broken)
         if len(broken) > self._data.max_bad_fraction * number:
             raise DataError(
                 f"data.max_bad_fraction={self._data.max_bad_fraction:g}: {len(broken)} of {number} records cannot be "
@@ -301,16 +320,16 @@ def _draw(record: TableRecord) -> float:
 
 
 def _highest_draw(draws: array[float], share: float) -> float:
-    """Return the number up to which records are held out by their `_draw`, or -1 to hold out none.
+    """Return the number up to which records are held out by their draw, or -infinity to hold out none.
 
     About a share of the records is held out, and at least one. None is held out if there are fewer than 10 records, or
     if all would be.
     """
     if len(draws) < _FEWEST or not share:
-        return -1.0
+        return -math.inf
     ordered = sorted(draws)
     highest = ordered[max(1, round(share * len(ordered))) - 1]
-    return highest if highest < ordered[-1] else -1.0
+    return highest if highest < ordered[-1] else -math.inf
 
 
 # Classes by name: from the task's options, the folder's config, or the training data.

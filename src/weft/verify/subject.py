@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from weft.config.sections import OptimizerSection
 from weft.config.shapes.decoder_shape import DecoderSpec, shape_problems
 from weft.config.shapes.hugging_face_config import decoder_shape
 from weft.config.shapes.model_spec import decoder_spec, model_names, resolve_decoder
+from weft.config.table_section import TableSection
 from weft.data.batches import map_tensors
 from weft.errors import ConfigError, ModelError
 from weft.hub import downloaded_folder, is_hub_text
@@ -37,6 +38,9 @@ from weft.models.inspect import dry_run, hugging_face
 from weft.models.inspect.dry_run import call_function
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
+from weft.optim.table_optimizer import TableOptimizer
+from weft.parallel.state.gradients import is_attached
+from weft.parallel.tables.model import add_tables, table_weights
 from weft.train.batches.data_share import Share
 from weft.train.batches.microbatches import Microbatches, call_model
 from weft.train.folder import RunFolder
@@ -57,6 +61,7 @@ from weft.verify.foreign_config import (
 )
 from weft.verify.matrix import covering, row_of, sample
 from weft.verify.parity import SampleCase, local_microbatches
+from weft.verify.plain_tables import PlainTables, tables_of
 
 #: Techniques that are first tried alone.
 _PROBED = frozenset(name for name, field in PLAN_FIELDS.items() if field.probed)
@@ -316,6 +321,8 @@ class BuiltCase(SampleCase):
         self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
         self._built, self._forward, self._data, self._task = model, forward, data, task
         self._loss_fn, self._vocab_size, self._optimizer = loss_fn, vocab_size, subject.optimizer
+        own = subject.config.tables if subject.config is not None else TableSection()
+        self._rule = TableOptimizer(own.optimizer, own.lr, own.betas, own.eps, own.weight_decay)
         has_norms = any(isinstance(module, BATCH_NORMS) for module in model.modules())
         self.norm_group = subject.settings.global_batch if has_norms else 0
         self.notes = _quieten(model)
@@ -352,7 +359,16 @@ class BuiltCase(SampleCase):
         return None
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(model.named_parameters(), self._optimizer)
+        sharded, plain = table_weights(model) if is_attached(model) else [], dict[str, nn.Embedding | nn.EmbeddingBag]()
+        if self.layout is not None and self.layout.is_of_tables and not sharded:
+            plain = tables_of(model, self.layout)
+        tables = {id(weight) for weight in (*sharded, *(module.weight for module in plain.values()))}
+        optimizer = build_optimizer(
+            [(name, param) for name, param in model.named_parameters() if id(param) not in tables], self._optimizer
+        )
+        if sharded:
+            add_tables(model, optimizer, self._rule)
+        return cast("torch.optim.Optimizer", PlainTables(optimizer, plain, self._rule)) if plain else optimizer
 
     def batch(self, step: int) -> Any:
         """Return a batch of the subject's data, or of random tokens or images.

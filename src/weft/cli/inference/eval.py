@@ -1,4 +1,4 @@
-"""`weft eval`: tasks of EleutherAI's lm-evaluation-harness on a trained model, with data on this machine."""
+"""`weft eval`: a run's metrics on its evaluation set, and tasks of EleutherAI's lm-evaluation-harness on local data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def evaluate(
         str,
         typer.Argument(metavar="RUN[@STEP]", help="Folder of a run, a Hugging Face folder or OWNER/NAME."),
     ],
-    tasks: Annotated[str, typer.Option(help="Names of tasks of lm-eval, with commas.")],
+    tasks: Annotated[
+        str, typer.Option(help="Names of tasks of lm-eval, with commas.", show_default="the run's evaluation set")
+    ] = "",
     task_folder: Annotated[
         Path | None, typer.Option(help="Folder with tasks of your own: YAML files as lm-eval reads them.")
     ] = None,
@@ -43,16 +45,14 @@ def evaluate(
     device: Annotated[str, typer.Option(help="As launch.device: auto, cpu, cuda ...")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Evaluate a trained model with lm-eval on local data. Nothing is downloaded."""
-    env.default_for_libraries(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", DISABLE_MULTIPROC="1")
+    """Evaluate a trained model on the run's evaluation set, or with lm-eval on local data. Nothing is downloaded."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        raise ConfigError("--tasks: it names no task. Use --tasks arc_easy or a task of --task-folder.")
-    known = _known_tasks(task_folder)
-    for name in names:
-        if not known.match_tasks([name]):
-            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
-            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
+        _refuse_lone(tasks != "" or chat or {task_folder, few_shot, limit, batch_size} != {None})
+        _evaluate_own(run, plan, dtype, device, as_json)
+        return
+    env.default_for_libraries(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", DISABLE_MULTIPROC="1")
+    _expect_tasks(known := _known_tasks(task_folder), names)
     folder, step = _source(run)
     from weft.inference.ranks import inference_plan, read_plan, run_on_ranks
 
@@ -84,6 +84,36 @@ def evaluate(
         print_line(f"step {step} of {folder}: also in {file}.")
 
 
+def _evaluate_own(source: str, plan: str, dtype: str | None, device: str, as_json: bool) -> None:
+    """Print the loss and the metrics of a run's task on its evaluation set."""
+    from weft.checkpoint.load import load_checkpoint
+    from weft.inference.ranks import inference_plan, read_plan, run_on_ranks
+    from weft.inference.task_metrics import evaluated_task, metrics_on_rank
+    from weft.train.folder import RunFolder
+    from weft.train.tasks.generation import find_checkpoint
+
+    folder, step = _source(source)
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"--tasks: it names no task, and {folder} is not a run. Use --tasks arc_easy, or give a run.")
+    evaluated_task(RunFolder(folder))
+    chosen, notes = inference_plan(read_plan(plan), dtype)
+    step = load_checkpoint(find_checkpoint(RunFolder(folder), step), verify=True).step
+    for note in notes if is_first_rank() else ():
+        print_line(note)
+    found = run_on_ranks(metrics_on_rank, chosen, str(folder), step, device=device)
+    if found is None:  # another rank of torchrun than the first
+        return
+    if as_json:
+        print(json.dumps({"step": step, **found}, indent=1))
+        return
+    for line in table([("figure", "value"), *((key, _figure(value)) for key, value in found.items())], right=(1,)):
+        print(line)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
 def _source(run: str) -> tuple[Path, int | None]:
     """Return the folder and the step of RUN@STEP. Without a step, and for a folder with @ in its name, it is None."""
     word, at, number = run.rpartition("@")
@@ -113,6 +143,18 @@ def _known_tasks(folder: Path | None) -> Any:
             raise
         raise MissingExtra("lm-eval", "eval", "weft eval") from error
     return TaskManager(include_path=str(folder) if folder is not None else None)
+
+
+def _refuse_lone(has_settings: bool) -> None:
+    if has_settings:
+        raise ConfigError("--tasks: it names no task. Use --tasks arc_easy or a task of --task-folder.")
+
+
+def _expect_tasks(known: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if not known.match_tasks([name]):
+            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
+            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
 
 
 def _expect_data(known: Any, names: Sequence[str]) -> None:

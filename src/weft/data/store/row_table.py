@@ -113,6 +113,10 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
         """Return the number of values of each row in a column, int64 (rows,)."""
         return np.diff(self._starts[name])
 
+    def starts(self, name: str) -> np.ndarray:
+        """Return the index of each row's first value in `column`, int64 (rows,)."""
+        return self._starts[name][:-1]
+
     def column(self, name: str) -> np.ndarray:
         """Return the concatenated values of all rows in a column."""
         return self._values[name]

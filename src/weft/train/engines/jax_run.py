@@ -272,14 +272,18 @@ class JaxEngine:
         """Compute loss and metrics over the task's evaluation set, on the host in torch."""
         assert self._eval_batches is not None
         task, model, totals = self._job.task, self._weights_on_host().eval(), dict.fromkeys(self._sum_names, 0.0)
+        scorer = task.scorer(model, build_mesh(Plan()).data)
         for batch in self._eval_batches:
             output = task.forward(model, batch)
+            if scorer is not None:
+                scorer.add(output, batch, counts=True)
             loss, count = task.loss(output, batch)
             found = {"loss": loss, "count": count, **(task.sums(output, batch) if task.sum_names else {})}
             totals = {name: total + float(found[name]) for name, total in totals.items()}
         model.train()
         count = totals["count"]
-        return Evaluation(totals["loss"] / max(count, 1.0), round(count), dict(task.measure(totals)))
+        metrics = {**task.measure(totals), **(scorer.finish() if scorer is not None else {})}
+        return Evaluation(totals["loss"] / max(count, 1.0), round(count), metrics)
 
     def sample(self, step: int) -> str:
         """Return the task's sample output of the current weights, computed on the host in torch."""

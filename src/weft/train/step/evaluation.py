@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from weft.train.batches.microbatches import ForwardFn, Microbatches
 from weft.train.engine import Evaluation
 from weft.train.losses import GatheredFeatures, GlobalBatchLoss, LossFn, in_float32, needs_float32
 from weft.train.states.state_io import on_first
-from weft.train.tasks.base import Task
+from weft.train.tasks.base import EvaluationScorer, Task
 from weft.train.tasks.description import Which
 
 
@@ -47,9 +47,13 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
     widens = needs_float32(task.loss, mesh.plan)
+    with _in_evaluation(model):
+        scorer = task.scorer(model, mesh.data)
 
     def add(output: Any, local: Any, counts: bool) -> None:
         output = in_float32(output) if widens else output
+        if scorer is not None:
+            scorer.add(output, local, counts=counts)
         # Measure placeholder batches too: measuring may run the model, whose weights other ranks gather at the same
         # time.
         found = list(task.loss(output, local))
@@ -61,12 +65,26 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
                 totals[place] += one
 
     if isinstance(task.loss, GlobalBatchLoss):
-        _compare_all(model, batches, mesh, task, totals)
+        _compare_all(model, batches, mesh, task, totals, scorer)
     else:
         each_output(model, batches, mesh, task.loss, task.forward, add)
     loss_sum, count, *sums = all_reduce(totals, counted_ranks(mesh)).tolist()
     named = {"loss": loss_sum, "count": count, **dict(zip(task.sum_names, sums, strict=True))}
-    return Evaluation(loss_sum / max(count, 1.0), round(count), dict(task.measure(named)))
+    found = {**task.measure(named), **(scorer.finish() if scorer is not None else {})}
+    return Evaluation(loss_sum / max(count, 1.0), round(count), found)
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, without gradients and with complete weights, in this context."""
+    data_parallel(model).wait_for_weights()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
@@ -86,24 +104,38 @@ def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
 
 
 @torch.no_grad()
-def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task, totals: torch.Tensor) -> None:
+def _compare_all(
+    model: nn.Module,
+    batches: Iterable[Any],
+    mesh: Mesh,
+    task: Task,
+    totals: torch.Tensor,
+    scorer: EvaluationScorer | None,
+) -> None:
     loss: Any = task.loss
-    every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()
+    every, part = GatheredFeatures(mesh.data), GatheredFeatures(mesh.data)
     per_batch = mesh.plan.microbatches_per_step
 
-    def add(output: Any, local: Any, counts: bool) -> None:
-        del local
-        if not parts or parts[-1].num_added == per_batch:
-            parts.append(GatheredFeatures(mesh.data))
-        parts[-1].add(output, counts=counts)
-        every.take(parts[-1])
-
-    each_output(model, batches, mesh, loss, task.forward, add)
-    for part in parts:
+    def compare() -> None:
+        nonlocal part
         loss_sum, count = part.compared(loss.compare)
         totals[0] += loss_sum
         totals[1] += count
-    if parts and loss.score is not None:
+        part = GatheredFeatures(mesh.data)
+
+    def add(output: Any, local: Any, counts: bool) -> None:
+        if scorer is not None:
+            scorer.add(output, local, counts=counts)
+        part.add(output, counts=counts)
+        if loss.score is not None:
+            every.take(part)
+        if part.num_added == per_batch:
+            compare()
+
+    each_output(model, batches, mesh, loss, task.forward, add)
+    if part.num_added:
+        compare()
+    if every.num_added:
         found = every.compared(loss.score)
         for place, name in enumerate(task.sum_names, 2):
             totals[place] += found[name]

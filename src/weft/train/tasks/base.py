@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from weft.comm.mesh import Axis
     from weft.config.plan import Plan
     from weft.parallel.state.flat_slices import StateSource
     from weft.planner.search.model_source import PlannedModel
@@ -127,6 +128,20 @@ class Metric:
     def words(self) -> str:
         """The name with spaces instead of underscores."""
         return self.name.replace("_", " ")
+
+
+class EvaluationScorer(Protocol):
+    """Computes metrics of one evaluation that are not functions of sums over samples, such as the area under a curve.
+
+    All ranks call both methods the same number of times.
+    """
+
+    def add(self, output: Any, batch: Any, *, counts: bool) -> None:
+        """Add a batch of this rank. counts: False for a placeholder without samples."""
+
+    def finish(self) -> Mapping[str, float | None]:
+        """Return metrics by name, over all ranks."""
+        ...
 
 
 class Task:
@@ -338,6 +353,17 @@ class Task:
         sums: totals of `sums` and of `loss`: "loss" (sum of the losses) and "count" (their number).
         """
         return {}
+
+    def scorer(self, model: nn.Module, axis: Axis) -> EvaluationScorer | None:
+        """Return an object that computes further `metrics` of an evaluation, or None.
+
+        All ranks call it before an evaluation.
+
+        Args:
+            model: the sharded model, in evaluation mode.
+            axis: ranks that read different samples.
+        """
+        return None
 
     def flops_per_count(self) -> float | None:
         """Return the FLOPs of forward and backward per token or sample (`unit`), or None to report no utilization."""

@@ -29,6 +29,7 @@ _CLASSES = {
     "classify_tokens": "weft.train.tasks.classification:TokenClassTask",
     "contrast": "weft.train.tasks.captioning:ContrastTask",
     "embed": "weft.train.tasks.text_tasks:EmbedTask",
+    "recommend": "weft.recommend.task:RecommendTask",
     "reward": "weft.train.tasks.text_tasks:RewardTask",
     "masked_lm": "weft.train.tasks.text_tasks:MaskedTask",
     "seq2seq": "weft.train.tasks.text_tasks:Seq2SeqTask",
