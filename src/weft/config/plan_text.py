@@ -4,11 +4,40 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weft.config.layout import common_divisors
-from weft.config.plan_values import Integer, PlanField, SearchFacts
-from weft.errors import PlanError, Problem, did_you_mean
+from weft.config.plan_values import Counts, Integer, PlanField, Schema, SearchFacts
+from weft.errors import PlanError, Problem, did_you_mean, shown
+
+
+#: Value of `shares` that is measured before the first step. It is written "auto".
+MEASURED_SHARES = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares(Counts):
+    """Positive integers, one for each data-parallel rank; MEASURED_SHARES is written "auto"."""
+
+    def read(self, value: object) -> object:
+        return MEASURED_SHARES if value == "auto" else Counts.read(self, value)
+
+    def check(self, name: str, value: object) -> tuple[int, ...]:
+        try:
+            return MEASURED_SHARES if value in ("auto", MEASURED_SHARES) else Counts.check(self, name, value)
+        except PlanError:
+            rule = "each data-parallel rank has a whole number, at least 1. Use e.g. "
+            raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=3+3+1+1, or {name}=auto.")]) from None
+
+    def write(self, value: Any) -> str:
+        return "auto" if value == MEASURED_SHARES else Counts.write(self, value)
+
+    def words(self) -> str:
+        return f"{Counts.words(self)}, or `auto`"
+
+    def schema(self) -> Schema:
+        return {"anyOf": [Counts.schema(self), {"const": "auto"}]}
 
 
 def is_auto(text: str) -> bool:

@@ -165,6 +165,7 @@ class Run(ScriptState):
             as_batch=from_loader,
             takes_empty=lambda: self._leaves_out,
             seed_samples=seed_samples,
+            weights=self.plan.shares,
         )
 
     def loader(
@@ -201,7 +202,7 @@ class Run(ScriptState):
 
         return StreamLoader(
             source, global_batch, data.rank, data.size, collate_fn=collate_fn, num_workers=num_workers, repeat=repeat,
-            num_microbatches=self.plan.microbatches_per_step, as_batch=from_loader, total=total,
+            num_microbatches=self.plan.microbatches_per_step, as_batch=from_loader, total=total, weights=self.plan.shares,
         )  # fmt: skip
 
     def train_step(
