@@ -11,7 +11,6 @@ from weft.config.layout import common_divisors
 from weft.config.plan_values import Counts, Integer, PlanField, Schema, SearchFacts
 from weft.errors import PlanError, Problem, did_you_mean, shown
 
-
 #: Value of `shares` that is measured before the first step. It is written "auto".
 MEASURED_SHARES = (0,)
 

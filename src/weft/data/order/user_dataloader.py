@@ -220,8 +220,8 @@ class ShardedLoader:
 
     The order is a function of (seed, epoch), so the global batches are equal for any number of ranks. A user's sampler
     or batch_sampler is iterated with generators seeded from (seed, epoch), equal on all ranks. The sample counts of
-    ranks differ by at most one, unless the plan has shares. One `for` loop is one epoch, or the rest of it after `load_state_dict`. The state is
-    two integers.
+    ranks follow `weights`; without them, they differ by at most one. One `for` loop is one epoch, or the rest of it
+    after `load_state_dict`. The state is two integers.
 
     Args:
         loader: the user's loader. Its collate_fn, workers and memory options are kept.

@@ -202,7 +202,8 @@ class Run(ScriptState):
 
         return StreamLoader(
             source, global_batch, data.rank, data.size, collate_fn=collate_fn, num_workers=num_workers, repeat=repeat,
-            num_microbatches=self.plan.microbatches_per_step, as_batch=from_loader, total=total, weights=self.plan.shares,
+            num_microbatches=self.plan.microbatches_per_step, as_batch=from_loader, total=total,
+            weights=self.plan.shares,
         )  # fmt: skip
 
     def train_step(
