@@ -82,6 +82,4 @@ SHARE_CONFIG_RULES: tuple[ConfigRule, ...] = (
                      lambda config: "true", "Use launch.replicas_apart=false"),
     _not_with_shares("have-no-tables", "layout", _has_tables, lambda config: config.layout,
                      "Leave rows, columns and one out of layout"),
-    _not_with_shares("have-no-experts", "model.num_experts", lambda config: bool(config.model.num_experts),
-                     lambda config: config.model.num_experts, "Use model.num_experts=0"),
 )  # fmt: skip

@@ -8,11 +8,11 @@ from weft.config.partitioning import largest_remainder, nearest_shares
 from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.rules.rule import Facts, Rule, asks
 
-#: Plan fields that unequal shares support with any value: tests/parity/test_shares.py. `zero`, `precision` and
-#: `offload` have limits, and all others their default.
+#: Plan fields that unequal shares support with any value: tests/parity/test_shares.py. `precision` has limits, and all
+#: others have their default.
 _SUPPORTED = frozenset({
-    "pp", "dp_replicate", "dp_shard", "tp", "sp", "order", "shares", "accumulation", "microbatches", "split",
-    "recompute", "zero", "precision", "offload",
+    "pp", "dp_replicate", "dp_shard", "cp", "cp_mode", "tp", "sp", "ep", "order", "shares", "zero", "reshard",
+    "schedule", "microbatches", "virtual_stages", "split", "accumulation", "recompute", "offload", "precision",
 })  # fmt: skip
 _PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
 
@@ -28,12 +28,8 @@ def _in_lowest_terms(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 def _unsupported(plan: Plan) -> tuple[str, str] | None:
     """Return the first field that unequal shares do not support, and its value to use instead; None without one."""
-    if plan.zero == 3:
-        return "zero", "2"
     if plan.precision not in _PRECISIONS:
         return "precision", "bf16"
-    if plan.offload_share("params") > 0 or plan.offload_share("activations") > 0:
-        return "offload", "optimizer"
     for name, field in PLAN_FIELDS.items():
         if name not in _SUPPORTED and getattr(plan, name) != field.default:
             return name, field.kind.write(field.default)
@@ -156,20 +152,11 @@ SHARES_NOT_BUILT: tuple[Rule, ...] = (
     Rule(
         name="shares-not-built",
         field="shares",
-        reason="Unequal shares are built with zero up to 2, tp, sp, pp with schedule=1f1b, accumulation, recompute and "
-        "offload=optimizer, in fp64, fp32, tf32 and bf16.",
+        reason="Unequal shares are built with ZeRO, tensor, sequence, context, pipeline and expert parallelism, "
+        "accumulation, recompute and offload, in fp64, fp32, tf32 and bf16.",
         predicate=lambda plan, facts: bool(plan.shares) and _unsupported(plan) is not None,
         finding=_finding,
         remedy=_remedy,
-        fix={"shares": ()},
-    ),
-    Rule(
-        name="shares-without-experts",
-        field="shares",
-        reason="The load of experts is balanced over ranks with equal parts.",
-        predicate=lambda plan, facts: bool(plan.shares) and facts.model.num_experts > 0,
-        finding="unequal shares are not built for models with experts yet",
-        remedy="Leave shares out",
         fix={"shares": ()},
     ),
 )

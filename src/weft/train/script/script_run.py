@@ -54,6 +54,7 @@ from weft.train.microbatches import ForwardFn, from_loader
 from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_errors import report_user_errors
 from weft.train.script.script_state import ScriptState
+from weft.train.shares.probe import probed_shares
 from weft.train.step.train_step import TrainStep
 from weft.units import parse_seconds
 
@@ -391,6 +392,9 @@ def init(
         report_user_errors()
     ledger = Ledger()
     mesh = build_mesh(plan, chosen, ledger.record, route, links)
+    if plan.measures_shares:
+        plan = plan.replace(shares=probed_shares(mesh))
+        mesh = build_mesh(plan, chosen, ledger.record, route, links)
     watch = Watch(mesh, _log, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
     return Run(plan, mesh, ledger, seed, watch)
 

@@ -65,7 +65,7 @@ class Balancer:
         written = self._book.written(better)
         if self._applies:
             self._request(better)
-        does = "they are applied after this step" if self._applies else f"use plan shares={written}, or balance=apply"
+        does = "they are applied between steps" if self._applies else f"use plan shares={written}, or balance=apply"
         return {"shares": written, "advice": f"shares={written} would take {1 / gain:.0%} of the time; {does}"}
 
     def _request(self, shares: tuple[int, ...]) -> None:
