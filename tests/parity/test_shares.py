@@ -22,6 +22,7 @@ TWO = [
     "dp_shard=2 zero=3 shares=3+1 accumulation=2",
     "dp_shard=2 zero=3 shares=3+1 reshard=after_step accumulation=2",
     "dp_shard=2 zero=3 shares=3+1 reshard=after_backward offload=params",
+    pytest.param("dp_shard=2 zero=2 shares=3+1 compile=on", marks=pytest.mark.full),
 ]
 FOUR = [
     "dp_replicate=4 shares=3+3+1+1",

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check_plan
-from weft.errors import CommError, ModelError, WeftError
+from weft.errors import CommError, ModelError, PlanError, WeftError
 from weft.private_torch import graph_task, tree_leaves
 from weft.train.microbatches import Microbatches
 from weft.train.step.batch_check import Probed, causes_of

@@ -13,6 +13,7 @@ from weft.config.rules.rule import Facts, Rule, asks
 _SUPPORTED = frozenset({
     "pp", "dp_replicate", "dp_shard", "cp", "cp_mode", "tp", "sp", "ep", "order", "shares", "zero", "reshard",
     "schedule", "microbatches", "virtual_stages", "split", "accumulation", "recompute", "offload", "precision",
+    "compile",
 })  # fmt: skip
 _PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
 
@@ -153,7 +154,7 @@ SHARES_NOT_BUILT: tuple[Rule, ...] = (
         name="shares-not-built",
         field="shares",
         reason="Unequal shares are built with ZeRO, tensor, sequence, context, pipeline and expert parallelism, "
-        "accumulation, recompute and offload, in fp64, fp32, tf32 and bf16.",
+        "accumulation, recompute, offload and compile, in fp64, fp32, tf32 and bf16.",
         predicate=lambda plan, facts: bool(plan.shares) and _unsupported(plan) is not None,
         finding=_finding,
         remedy=_remedy,
