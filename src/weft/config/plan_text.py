@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,20 @@ from weft.errors import PlanError, Problem, did_you_mean, shown
 MEASURED_SHARES = (0,)
 
 
+#: Shares with counts, as in "64x3+64x1"; the largest number of shares, and of equal ones that are written out.
+_REPEATED = re.compile(r"([1-9][0-9]{0,5}x)?[1-9][0-9]{0,8}(\+([1-9][0-9]{0,5}x)?[1-9][0-9]{0,8})*", re.ASCII)
+_MOST_SHARES, _LONG = 1_000_000, 5
+
+
 @dataclass(frozen=True, slots=True)
 class Shares(Counts):
     """Positive integers, one for each data-parallel rank; MEASURED_SHARES is written "auto"."""
 
     def read(self, value: object) -> object:
+        if isinstance(value, str) and _REPEATED.fullmatch(value):
+            parts = [part.rpartition("x") for part in value.split("+")]
+            if sum(int(count or 1) for count, _, _ in parts) <= _MOST_SHARES:
+                return tuple(int(share) for count, _, share in parts for _ in range(int(count or 1)))
         return MEASURED_SHARES if value == "auto" else Counts.read(self, value)
 
     def check(self, name: str, value: object) -> tuple[int, ...]:
@@ -30,13 +40,17 @@ class Shares(Counts):
             raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=3+3+1+1, or {name}=auto.")]) from None
 
     def write(self, value: Any) -> str:
-        return "auto" if value == MEASURED_SHARES else Counts.write(self, value)
+        if value == MEASURED_SHARES:
+            return "auto"
+        runs = [(share, len(list(run))) for share, run in itertools.groupby(value)]
+        return "+".join(f"{count}x{share}" if count >= _LONG else "+".join([str(share)] * count)
+                        for share, count in runs) or "none"  # fmt: skip
 
     def words(self) -> str:
-        return f"{Counts.words(self)}, or `auto`"
+        return f"{Counts.words(self)}, with a count for equal ones (`64x3+64x1`), or `auto`"
 
     def schema(self) -> Schema:
-        return {"anyOf": [Counts.schema(self), {"const": "auto"}]}
+        return {"anyOf": [Counts.schema(self), {"type": "string", "pattern": f"^(auto|{_REPEATED.pattern})$"}]}
 
 
 def is_auto(text: str) -> bool:

@@ -15,7 +15,7 @@ from weft.config.rules.plan_rules import check
 from weft.config.rules.share_rules import unsupported_with_shares
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate
-from weft.planner.mixed.placement import GridProblem, GroupKind, Placed, anneal, exact
+from weft.planner.mixed.placement import GridProblem, GroupKind, Placed, anneal, exact, moves_for
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.pipeline_clock import passes
@@ -171,9 +171,8 @@ def _best_of(question: Question, ranked: Sequence[Candidate]) -> MixedPlan | Non
     if not question.cluster.kinds:
         if not ranked:
             return None
-        best = ranked[0]
-        whole = ((question.cluster.device.name, question.cluster.num_devices),)
-        return MixedPlan(best.plan, best.step_s, best.step_s, whole, is_exact=True)
+        first, whole = ranked[0], ((question.cluster.device.name, question.cluster.num_devices),)
+        return MixedPlan(first.plan, first.step_s, first.step_s, whole, is_exact=True)
     chosen: dict[tuple[object, ...], Candidate] = {}
     for one in ranked:
         if _is_known(one.plan):
@@ -237,7 +236,7 @@ def _placed(one: Candidate, problem: GridProblem) -> MixedPlan | None:
     question, plan = one.question, one.plan
     is_exact = plan.pp * plan.dp_size <= _EXACT
     try:
-        placed = exact(problem) if is_exact else anneal(problem)
+        placed = exact(problem) if is_exact else anneal(problem, moves=moves_for(problem))
     except ValueError:
         placed, is_exact = anneal(problem), False
     if not math.isfinite(placed.seconds):
@@ -327,7 +326,7 @@ def _in_order(plan: Plan, placed: Placed, names: Sequence[str], size: int) -> tu
     sizes = plan.axis_sizes()
     inner = plan.axis_order.index("tp") > max(plan.axis_order.index(axis) for axis in order)
     for index in range(plan.pp * plan.dp_size):
-        where, rest = {}, index
+        where, rest = dict[str, int](), index
         for axis in reversed(order):
             rest, where[axis] = divmod(rest, sizes[axis])
         data = 0

@@ -28,6 +28,8 @@ Grid = tuple[tuple[int, ...], ...]
 _MOST_SPLITS, _AT_ONCE = 200_000, 4_000_000
 #: Moves of one annealing, restarts, and the first and last temperature relative to the time of a step.
 _MOVES, _RESTARTS, _HOT, _COLD = 500, 3, 0.1, 1e-4
+#: Moves times grid cells of a large cluster, whose starts are close to the best, and the fewest moves.
+_MOVED_CELLS, _FEWEST = 12_000, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +173,23 @@ def evaluate(problem: GridProblem, grid: Grid, split: Sequence[int]) -> Placed:
 
 def placements(problem: GridProblem) -> Iterator[Grid]:
     """Yield the placements that differ: replicas may be exchanged, and so may stages with equal extra work."""
-    extras = problem.extras
+    extras: list[float] = problem.extras.tolist()
     seen: set[Grid] = set()
     for order in _arrangements(list(problem.counts), problem.pp * problem.dp):
         grid = [order[stage * problem.dp : (stage + 1) * problem.dp] for stage in range(problem.pp)]
-        columns = sorted(zip(*grid, strict=True))
-        rows = list(zip(*columns, strict=True))
+        rows = _transposed(sorted(_transposed(grid)))
         for work in sorted(set(extras)):
             own = [stage for stage in range(problem.pp) if extras[stage] == work]
             for stage, row in zip(own, sorted(rows[stage] for stage in own), strict=True):
                 rows[stage] = row
-        found = tuple(zip(*sorted(zip(*rows, strict=True)), strict=True))
+        found = tuple(_transposed(sorted(_transposed(rows))))
         if found not in seen:
             seen.add(found)
             yield found
+
+
+def _transposed(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [*zip(*rows, strict=True)]
 
 
 def _arrangements(left: list[int], length: int) -> Iterator[tuple[int, ...]]:
@@ -216,14 +221,17 @@ def exact(problem: GridProblem) -> Placed:
     if problem.pp > problem.layers:
         return Placed(math.inf)
     if problem.dp == 1:
-        return min((_split_of_one(problem, grid) for grid in placements(problem)), key=lambda one: one.seconds)
+        return min((split_of_one(problem, grid) for grid in placements(problem)), key=lambda one: one.seconds)
     if math.comb(problem.layers - 1, problem.pp - 1) > _MOST_SPLITS:
         raise ValueError(f"{problem.layers} layers in {problem.pp} stages have too many splits to try all")
     splits = all_splits(problem.layers, problem.pp)
     size = max(1, _AT_ONCE // (len(splits) * problem.pp * problem.dp))
     best, found = math.inf, Placed(math.inf)
     grids = placements(problem)
-    while chunk := list(itertools.islice(grids, size)):
+    while True:
+        chunk: list[Grid] = list(itertools.islice(grids, size))
+        if not chunk:
+            return found
         seconds = np.array([[[problem.kinds[kind].layer_s for kind in row] for row in grid] for grid in chunk])
         cost = _timed(problem, seconds, splits)
         # No whole numbers of samples are faster than fractions of them.
@@ -242,11 +250,10 @@ def exact(problem: GridProblem) -> Placed:
                 best = float(times[index])
                 split = tuple(int(size) for size in splits[where[1][index]])
                 found = Placed(best, chunk[where[0][index]], split, tuple(int(one) for one in counts[index]))
-    return found
 
 
-def _split_of_one(problem: GridProblem, grid: Grid) -> Placed:
-    """Return the best split of a single replica, for every bound on the longest stage."""
+def split_of_one(problem: GridProblem, grid: Grid) -> Placed:
+    """Return the best split of a single replica with this placement, by every bound on the longest stage."""
     kinds = [problem.kinds[row[0]] for row in grid]
     extras, many, samples = problem.extras, problem.microbatches, problem.samples
     held = min(many, problem.pp) / many * samples
@@ -280,6 +287,11 @@ def _split_of_one(problem: GridProblem, grid: Grid) -> Placed:
 
 
 # Annealing, for more devices than `exact` can place.
+
+
+def moves_for(problem: GridProblem) -> int:
+    """Return the moves of one annealing, fewer for large grids, whose moves take longer."""
+    return max(_FEWEST, min(_MOVES, _MOVED_CELLS // (problem.pp * problem.dp)))
 
 
 def anneal(problem: GridProblem, seed: int = 0, moves: int = _MOVES, restarts: int = _RESTARTS) -> Placed:

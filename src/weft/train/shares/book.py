@@ -71,7 +71,7 @@ class ShareBook:
 
     def written(self, shares: Sequence[int]) -> str:
         """Return shares as text, with equal parts as 1+1."""
-        return "+".join(map(str, tuple(shares) or (1,) * self._plan.dp_size))
+        return PLAN_FIELDS["shares"].kind.write(tuple(shares) or (1,) * self._plan.dp_size)
 
     def change(self, engine: Engine, progress: Progress, shares: Sequence[int]) -> None:
         """Use other shares from the next step on, and record them before that step."""
