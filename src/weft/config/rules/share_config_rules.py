@@ -36,7 +36,8 @@ def _not_with_shares(
         reason=f"Unequal shares, by plan or balance=apply, are not built with this setting. {remedy}.",
         predicate=lambda config: uses_shares(config) and predicate(config),
         message=lambda config: (
-            f"{value(config)}: {_setting(config)} is not built with it yet. {remedy}, or leave {_setting(config)} out."
+            f"{value(config)}: unequal shares of ranks are not built with it yet. {remedy}, or leave "
+            f"{_setting(config)} out."
         ),
     )
 
@@ -78,8 +79,6 @@ SHARE_CONFIG_RULES: tuple[ConfigRule, ...] = (
                      lambda config: config.train.norm_group, "Use train.norm_group=0"),
     _not_with_shares("need-torch", "launch.engine", lambda config: config.launch.engine == "jax",
                      lambda config: config.launch.engine, "Use launch.engine=torch"),
-    _not_with_shares("need-one-world", "launch.replicas_apart", lambda config: bool(config.launch.replicas_apart),
-                     lambda config: "true", "Use launch.replicas_apart=false"),
-    _not_with_shares("have-no-tables", "layout", _has_tables, lambda config: config.layout,
+    _not_with_shares("have-no-tables", "layout", lambda config: config.balance == "apply" and _has_tables(config), lambda config: config.layout,
                      "Leave rows, columns and one out of layout"),
 )  # fmt: skip
