@@ -16,6 +16,8 @@ _SUPPORTED = frozenset({
     "compile",
 })  # fmt: skip
 _PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
+#: Most ranks for which legal shares are computed for an error message.
+_MOST_WRITTEN = 100_000
 
 
 def _write(shares: tuple[int, ...]) -> str:
@@ -60,7 +62,7 @@ def _has_data_axis(plan: Plan, facts: Facts) -> bool:
 
 def _expanded(plan: Plan) -> tuple[int, ...]:
     """Return shares for all data ranks: those of the replicas for each of their ranks, or the nearest list."""
-    shares, size = plan.shares, plan.dp_size
+    shares, size = plan.shares, min(plan.dp_size, _MOST_WRITTEN)
     if size % len(shares) == 0 and len(shares) == plan.dp_replicate:
         return tuple(share for share in shares for _ in range(size // len(shares)))
     return (*shares[:size], *[shares[-1]] * (size - len(shares)))
@@ -73,14 +75,16 @@ def _mismatch(plan: Plan, facts: Facts) -> bool:
 
 
 def _counts(plan: Plan, facts: Facts) -> tuple[int, ...]:
-    weights = (1,) * plan.dp_size if plan.measures_shares else plan.shares
-    return largest_remainder(facts.global_batch, weights)
+    return (
+        (facts.global_batch // plan.dp_size,) if plan.measures_shares
+        else largest_remainder(facts.global_batch, plan.shares)
+    )  # fmt: skip
 
 
 def _leaves_none(plan: Plan, facts: Facts) -> bool:
     if not plan.shares or facts.open_axis in ("dp_replicate", "dp_shard") or _mismatch(plan, facts):
         return False
-    return min(_counts(plan, facts)) < plan.microbatches_per_step
+    return _has_data_axis(plan, facts) and min(_counts(plan, facts)) < plan.microbatches_per_step
 
 
 def _starved(plan: Plan, facts: Facts) -> str:
@@ -98,8 +102,9 @@ def _fed(plan: Plan, facts: Facts) -> tuple[int, ...] | None:
 
 def _enough(plan: Plan, facts: Facts) -> int:
     """Return the smallest global batch under which these shares leave no microbatch empty, or a multiple of it."""
-    weights = (1,) * plan.dp_size if plan.measures_shares else plan.shares
-    return math.ceil(sum(weights) * plan.microbatches_per_step / min(weights))
+    if plan.measures_shares:
+        return plan.dp_size * plan.microbatches_per_step
+    return math.ceil(sum(plan.shares) * plan.microbatches_per_step / min(plan.shares))
 
 
 def _feeding(plan: Plan, facts: Facts) -> str:
@@ -134,8 +139,10 @@ SHARE_RULES: tuple[Rule, ...] = (
             f"each of the {plan.dp_size} data-parallel ranks has one share, and {len(plan.shares)} "
             f"{'is' if len(plan.shares) == 1 else 'are'} given"
         ),
-        remedy=lambda plan, facts: f"Use shares={_write(_expanded(plan))}",
-        fix=lambda plan, facts: plan.replace(shares=_expanded(plan)),
+        remedy=lambda plan, facts: (
+            f"Use shares={_write(_expanded(plan))}" if plan.dp_size <= _MOST_WRITTEN else "Leave shares out"
+        ),
+        fix=lambda plan, facts: plan.replace(shares=_expanded(plan) if plan.dp_size <= _MOST_WRITTEN else ()),
     ),
     Rule(
         name="shares-leave-no-rank-without-samples",
@@ -154,7 +161,7 @@ SHARES_NOT_BUILT: tuple[Rule, ...] = (
         name="shares-not-built",
         field="shares",
         reason="Unequal shares are built with ZeRO, tensor, sequence, context, pipeline and expert parallelism, "
-        "accumulation, recompute, offload and compile, in fp64, fp32, tf32 and bf16.",
+        "accumulation, recompute, offload and compile, in fp64, fp32, tf32 and bf16, and not yet with others.",
         predicate=lambda plan, facts: bool(plan.shares) and _unsupported(plan) is not None,
         finding=_finding,
         remedy=_remedy,

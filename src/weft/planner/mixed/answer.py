@@ -118,7 +118,7 @@ class MixedAnswer:
 
 
 def mixed_answer(question: Question, ranked: Sequence[Candidate]) -> MixedAnswer:
-    """Search shares, split and placement of the best plans of a mixed cluster, and of it without its slower kinds.
+    """Return the best shares, split and placement on a mixed cluster, or on it without its slower kinds.
 
     Args:
         question: a query about a cluster of several kinds.
