@@ -79,6 +79,7 @@ SHARE_CONFIG_RULES: tuple[ConfigRule, ...] = (
                      lambda config: config.train.norm_group, "Use train.norm_group=0"),
     _not_with_shares("need-torch", "launch.engine", lambda config: config.launch.engine == "jax",
                      lambda config: config.launch.engine, "Use launch.engine=torch"),
-    _not_with_shares("have-no-tables", "layout", lambda config: config.balance == "apply" and _has_tables(config), lambda config: config.layout,
-                     "Leave rows, columns and one out of layout"),
+    # Shares of the plan are refused with tables by the tables' own rule.
+    _not_with_shares("have-no-tables", "layout", lambda config: config.balance == "apply" and _has_tables(config),
+                     lambda config: config.layout, "Leave rows, columns and one out of layout"),
 )  # fmt: skip

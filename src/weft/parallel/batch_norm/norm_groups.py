@@ -55,6 +55,8 @@ class SampleGroups:
     """
 
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):
+        if mesh.plan.shares:
+            raise ModelError(f"{said}: groups of samples are built for equal parts of ranks. Leave shares out.")
         self.size, self._mesh, self._said, self._name = size, mesh, said, name
 
     def split_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
