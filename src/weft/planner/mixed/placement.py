@@ -249,7 +249,7 @@ def exact(problem: GridProblem) -> Placed:
             if times[index] < best:
                 best = float(times[index])
                 split = tuple(int(size) for size in splits[where[1][index]])
-                found = Placed(best, chunk[where[0][index]], split, tuple(int(one) for one in counts[index]))
+                found = Placed(best, chunk[int(where[0][index])], split, tuple(int(one) for one in counts[index]))
 
 
 def split_of_one(problem: GridProblem, grid: Grid) -> Placed:
