@@ -6,7 +6,8 @@
     python benchmarks/shares.py --annealing 200          annealing and the exact search on random clusters (no ranks)
 
 A rank of speed v computes its part, and then sleeps until a block has taken n * c / v seconds for n samples, forward,
-and twice that in backward. So slow ranks need no CPU. c is --pace times the seconds that this machine takes.
+and twice that in backward. So slow ranks need no CPU. c is --pace times the seconds that this machine takes, or
+--block-s on a machine that others use too.
 Shares are measured like shares=auto: from the time of each rank's own passes with equal parts.
 Printed for data ranks: samples/s with shares over the sum of the ranks' speeds (samples over seconds of own passes),
 and over samples/s with equal parts. For the pipeline: the best split's step time over that of the chosen split.
@@ -187,7 +188,7 @@ def run_pipeline(options: argparse.Namespace) -> None:
     problem = GridProblem(kinds, (1,) * 4, 4, 1, options.layers, options.batch, options.batch)
     chosen = split_of_one(problem, tuple((kind,) for kind in range(4))).split
     with RankPool(4, timeout_s=600) as pool:
-        block_s = options.pace * max(pool.run(block_seconds, options, 4))
+        block_s = options.block_s or options.pace * max(pool.run(block_seconds, options, 4))
         times = {}
         for row in all_splits(options.layers, 4):
             split = tuple(int(size) for size in row)
@@ -232,6 +233,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=32, help="tokens of a sample")
     parser.add_argument("--rounds", type=int, default=4, help="steps of each kind")
     parser.add_argument("--pace", type=float, default=1.5, help="seconds of a block over those of this machine")
+    parser.add_argument("--block-s", type=float, default=0.0, help="seconds c of a block, instead of --pace")
     options = parser.parse_args()
     if options.annealing:
         run_annealing(options.annealing)
@@ -241,7 +243,7 @@ def main() -> None:
         return
     for speeds in [options.speeds] if options.speeds else SPEEDS:
         with RankPool(len(speeds), timeout_s=600) as pool:
-            block_s = options.pace * max(pool.run(block_seconds, options, len(speeds)))
+            block_s = options.block_s or options.pace * max(pool.run(block_seconds, options, len(speeds)))
             found = pool.run(data_ranks, options, speeds, block_s)[0]
         total = sum(found["speeds"])
         shown = ", ".join(f"{speed:.3g}" for speed in speeds)

@@ -19,7 +19,7 @@ from weft.config.plan_text import (
     FINE_SHARES,
     MEASURED_SHARES,
     SHARES,
-    Shares,
+    ShareList,
     orders_near,
     read_values,
     recomputes,
@@ -89,7 +89,7 @@ class Plan:
         "are neighbors on the machine.", nearby=orders_near, divides_work=False,
         tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
     )
-    shares: tuple[int, ...] = described(Shares(), (),
+    shares: tuple[int, ...] = described(ShareList(), (),
         "Share of each data-parallel rank in the samples of a step, for devices of different speeds (`3+3+1+1`); by "
         "default equal parts. Samples are divided by largest remainder. auto: measured before the first step. It "
         "does not change results.", needs=("dp_replicate", "dp_shard"), tried=((),),

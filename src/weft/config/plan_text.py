@@ -22,7 +22,7 @@ _MOST_SHARES, _LONG = 1_000_000, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Shares(Counts):
+class ShareList(Counts):
     """Positive integers, one for each data-parallel rank; MEASURED_SHARES is written "auto"."""
 
     def read(self, value: object) -> object:

@@ -251,12 +251,7 @@ class _RankRun:
         if not others.rejoin(checkpoints, progress):
             return RunResult(progress.step, StopReason.REQUESTED.value)
         if progress.step >= self.config.train.last_step and not others.is_unsaved:
-            if engine.replicas is not None:
-                engine.replicas.end()
-            if is_first:
-                lines = already_done(self.folder, self.task, progress.step, self.start.command)
-                print_wrapped(self.terminal, [*notes, *lines])
-            return RunResult(progress.step, StopReason.FINISHED.value)
+            return self._done(progress.step, notes)
         start_step, book = progress.step, TimeBook()
         shares = ShareBook(self.folder.path, engine.plan, self.config.train.global_batch, self.job.timeline)
         notes = [*notes, *shares.open(engine, progress)]
@@ -301,6 +296,15 @@ class _RankRun:
             ending = Ending(progress, reason, shown, times)
             print_wrapped(self.terminal, closing_lines(self.folder, self.task, ending, self.start.command))
         return RunResult(progress.step, reason, parting)
+
+    def _done(self, step: int, notes: Sequence[str]) -> RunResult:
+        """Report that an earlier start did the last step."""
+        if self.engine.replicas is not None:
+            self.engine.replicas.end()
+        if self.engine.rank == 0:
+            lines = already_done(self.folder, self.task, step, self.start.command)
+            print_wrapped(self.terminal, [*notes, *lines])
+        return RunResult(step, StopReason.FINISHED.value)
 
 
 def _sample(engine: Engine, task: Task, folder: RunFolder, step: int) -> str:

@@ -11,7 +11,7 @@ from weft.config.rules.share_rules import unsupported_with_shares
 from weft.config.run_config import RunConfig
 from weft.errors import LayoutError
 
-#: Tasks whose batches are known to follow shares, besides the default task.
+#: Tasks other than the default one whose batches follow shares.
 _TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq")
 
 

@@ -61,7 +61,7 @@ def _has_data_axis(plan: Plan, facts: Facts) -> bool:
 
 
 def _expanded(plan: Plan) -> tuple[int, ...]:
-    """Return shares for all data ranks: those of the replicas for each of their ranks, or the nearest list."""
+    """Return a share for each data rank. Shares of replicas are repeated for the ranks of a replica."""
     shares, size = plan.shares, min(plan.dp_size, _MOST_WRITTEN)
     if size % len(shares) == 0 and len(shares) == plan.dp_replicate:
         return tuple(share for share in shares for _ in range(size // len(shares)))

@@ -52,6 +52,9 @@ class SampleGroups:
     """Splits a global batch into groups of `size` samples. The last group of a batch may be smaller.
 
     Error messages contain `said` (the setting with its value) and `name` (the setting's name).
+
+    Raises:
+        ModelError: if the plan's ranks have unequal shares.
     """
 
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):

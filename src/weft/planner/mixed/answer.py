@@ -15,7 +15,7 @@ from weft.config.rules.plan_rules import check
 from weft.config.rules.share_rules import unsupported_with_shares
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate
-from weft.planner.mixed.placement import GridProblem, GroupKind, Placed, anneal, exact, moves_for
+from weft.planner.mixed.placement import GridPlacement, GridProblem, GroupKind, anneal, exact, moves_for
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.pipeline_clock import passes
@@ -24,9 +24,9 @@ from weft.planner.space.columns import Columns
 from weft.planner.uncertainty import fits_chance, memory_error_scale
 from weft.units import format_count, format_seconds
 
-#: Terms of a step that grow with a rank's samples and layers. The others are those of the slowest device and link.
+#: Terms of a step that grow with a rank's samples and layers. For other terms the slowest device and link decide.
 _WORK = ("gemm", "attention", "memory_bound", "host", "recompute", "frozen", "tp", "cp")
-#: Classes of memory by what they grow with: layers, or layers and samples. The others are constant.
+#: Classes of memory that grow with layers, and with layers and samples. All other classes are constant.
 _STATES, _ACTIVATIONS = ("parameters", "gradients", "optimizer", "buffers"), ("activations", "logits")
 #: Layouts of which mixed placements are searched, and the largest number of groups that are placed exactly.
 _LAYOUTS, _EXACT = 12, 8
@@ -205,7 +205,7 @@ def _with_more_passes(one: Candidate) -> list[Candidate]:
 
 
 def _is_known(plan: Plan) -> bool:
-    """Return True for plans whose time on mixed devices is known: no experts over ranks, one stage on each rank."""
+    """Return True for plans that can be priced on mixed devices: no experts over ranks, one stage on each rank."""
     with_shares = plan.replace(shares=(1,) * plan.dp_size) if plan.dp_size > 1 else plan
     return plan.ep == 1 and plan.schedule in ("gpipe", "1f1b") and not unsupported_with_shares(with_shares)
 
@@ -216,7 +216,7 @@ def _other_s(one: Candidate) -> float:
 
 
 def _problem(one: Candidate) -> GridProblem | None:
-    """Return what is placed for a candidate's plan, or None if a group would have several kinds, or none fits."""
+    """Return the placement problem of a candidate's plan, or None if a group would have several kinds, or none fits."""
     question, plan = one.question, one.plan
     specs = _kinds(question.cluster)
     groups = _group_counts([count for _, count in specs], _group_size(plan))
@@ -309,7 +309,7 @@ def _margin(one: Candidate) -> float:
     return _margin_of(one.question.fits, memory_error_scale(one.question.job, one.question.cluster))
 
 
-def _with_shares(one: Candidate, placed: Placed) -> Plan:
+def _with_shares(one: Candidate, placed: GridPlacement) -> Plan:
     common = math.gcd(*placed.counts)
     shares = tuple(count // common for count in placed.counts)
     plan = one.plan.replace(shares=() if len(set(shares)) == 1 else shares)
@@ -319,7 +319,7 @@ def _with_shares(one: Candidate, placed: Placed) -> Plan:
     return plan.replace(split=() if placed.split == usual else placed.split)
 
 
-def _in_order(plan: Plan, placed: Placed, names: Sequence[str], size: int) -> tuple[tuple[str, int], ...]:
+def _in_order(plan: Plan, placed: GridPlacement, names: Sequence[str], size: int) -> tuple[tuple[str, int], ...]:
     """Return the kinds of the ranks in order, as runs of consecutive ranks."""
     kinds: list[str] = []
     order = [axis for axis in plan.axis_order if axis in ("pp", "dp_replicate", "dp_shard")]

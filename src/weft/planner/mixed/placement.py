@@ -1,7 +1,7 @@
 """Placement of unequal device groups on a grid of pipeline stages and data ranks, with split and shares.
 
 A group is the devices that share the layers of one stage of one replica (tp), as fast as its slowest device. All
-replicas have the same split. The time of a step is that of its slowest replica under 1F1B:
+replicas have the same split. The slowest replica decides the time of a step under 1F1B:
 
     n / m * (sum of stage times + (m - 1) * longest stage time),  stage time = layers * seconds per layer and sample
 
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 #: A placement: for each stage, the kind of the group of each data rank.
 Grid = tuple[tuple[int, ...], ...]
-#: Largest number of splits that `exact` enumerates for several replicas, and of grid cells times splits at once.
+#: Largest number of splits that `exact` enumerates for several replicas, and of grid cells times splits in one array.
 _MOST_SPLITS, _AT_ONCE = 200_000, 4_000_000
 #: Moves of one annealing, restarts, and the first and last temperature relative to the time of a step.
 _MOVES, _RESTARTS, _HOT, _COLD = 500, 3, 0.1, 1e-4
@@ -49,7 +49,7 @@ class GroupKind:
 
 @dataclass(frozen=True, slots=True)
 class GridProblem:
-    """What is placed, and the sizes of the grid.
+    """Groups to be placed, and the sizes of the grid.
 
     Attributes:
         kinds: kinds of groups.
@@ -90,7 +90,7 @@ class GridProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class GridPlacement:
     """A placement with its split and shares. `counts` are samples of each replica. `seconds` is inf if nothing fits."""
 
     seconds: float
@@ -99,7 +99,7 @@ class Placed:
     counts: tuple[int, ...] = ()
 
 
-# Times of many placements and splits at once. P = placements, K = splits, S = stages, D = data ranks.
+# Times of many placements and splits in one array. P = placements, K = splits, S = stages, D = data ranks.
 
 
 def _timed(problem: GridProblem, seconds_PSD: Floats, splits_KS: Floats) -> Floats:
@@ -159,13 +159,13 @@ def divided(problem: GridProblem, cost_D: Floats, room_D: Floats) -> tuple[Float
     return counts, np.where(fits, (counts * cost_D).max(-1), np.inf)
 
 
-def evaluate(problem: GridProblem, grid: Grid, split: Sequence[int]) -> Placed:
+def evaluate(problem: GridProblem, grid: Grid, split: Sequence[int]) -> GridPlacement:
     """Return the best shares of one placement with one split."""
     seconds = np.array([[problem.kinds[kind].layer_s for kind in row] for row in grid])[None]
     splits = np.array([split], float)
     counts, times = divided(problem, _timed(problem, seconds, splits), _room(problem, [grid], splits))
     found = tuple(int(count) for count in counts[0, 0])
-    return Placed(float(times[0, 0]), grid, tuple(split), found)
+    return GridPlacement(float(times[0, 0]), grid, tuple(split), found)
 
 
 # All placements and splits.
@@ -212,21 +212,21 @@ def all_splits(layers: int, stages: int) -> NDArray[np.float64]:
     return np.diff(ends, axis=1)
 
 
-def exact(problem: GridProblem) -> Placed:
+def exact(problem: GridProblem) -> GridPlacement:
     """Return the best placement, split and shares, by trying all.
 
     Raises:
         ValueError: if there are more splits than can be tried for several replicas.
     """
     if problem.pp > problem.layers:
-        return Placed(math.inf)
+        return GridPlacement(math.inf)
     if problem.dp == 1:
         return min((split_of_one(problem, grid) for grid in placements(problem)), key=lambda one: one.seconds)
     if math.comb(problem.layers - 1, problem.pp - 1) > _MOST_SPLITS:
         raise ValueError(f"{problem.layers} layers in {problem.pp} stages have too many splits to try all")
     splits = all_splits(problem.layers, problem.pp)
     size = max(1, _AT_ONCE // (len(splits) * problem.pp * problem.dp))
-    best, found = math.inf, Placed(math.inf)
+    best, found = math.inf, GridPlacement(math.inf)
     grids = placements(problem)
     while True:
         chunk: list[Grid] = list(itertools.islice(grids, size))
@@ -249,17 +249,19 @@ def exact(problem: GridProblem) -> Placed:
             if times[index] < best:
                 best = float(times[index])
                 split = tuple(int(size) for size in splits[where[1][index]])
-                found = Placed(best, chunk[int(where[0][index])], split, tuple(int(one) for one in counts[index]))
+                found = GridPlacement(
+                    best, chunk[int(where[0][index])], split, tuple(int(one) for one in counts[index])
+                )
 
 
-def split_of_one(problem: GridProblem, grid: Grid) -> Placed:
+def split_of_one(problem: GridProblem, grid: Grid) -> GridPlacement:
     """Return the best split of a single replica with this placement, by every bound on the longest stage."""
     kinds = [problem.kinds[row[0]] for row in grid]
     extras, many, samples = problem.extras, problem.microbatches, problem.samples
     held = min(many, problem.pp) / many * samples
     caps = [math.floor(min(problem.layers, kind.most_states / (1 + kind.sample_states * held))) for kind in kinds]
     if min(caps) < 1 or samples < many:
-        return Placed(math.inf, grid)
+        return GridPlacement(math.inf, grid)
     best, found = math.inf, ()
     order = sorted(range(problem.pp), key=lambda stage: kinds[stage].layer_s)
     bounds = {
@@ -283,10 +285,10 @@ def split_of_one(problem: GridProblem, grid: Grid) -> Placed:
         seconds = samples / many * (sum(times) + (many - 1) * max(times))
         if seconds < best:
             best, found = seconds, tuple(counts)
-    return Placed(best, grid, found, (samples,)) if found else Placed(math.inf, grid)
+    return GridPlacement(best, grid, found, (samples,)) if found else GridPlacement(math.inf, grid)
 
 
-# Annealing, for more devices than `exact` can place.
+# Annealing, for more devices than `exact` supports.
 
 
 def moves_for(problem: GridProblem) -> int:
@@ -294,15 +296,15 @@ def moves_for(problem: GridProblem) -> int:
     return max(_FEWEST, min(_MOVES, _MOVED_CELLS // (problem.pp * problem.dp)))
 
 
-def anneal(problem: GridProblem, seed: int = 0, moves: int = _MOVES, restarts: int = _RESTARTS) -> Placed:
+def anneal(problem: GridProblem, seed: int = 0, moves: int = _MOVES, restarts: int = _RESTARTS) -> GridPlacement:
     """Return a good placement, split and shares by simulated annealing. The result is a function of the arguments.
 
     A move exchanges two groups of different kinds, or moves layers between two stages. Restarts begin with equal groups
     in each stage, with equal groups in each replica, and at random.
     """
     if problem.pp > problem.layers:
-        return Placed(math.inf)
-    draw, best = random.Random(seed), Placed(math.inf)
+        return GridPlacement(math.inf)
+    draw, best = random.Random(seed), GridPlacement(math.inf)
     for number in range(restarts):
         grid = _start(problem, number, draw)
         split = _balanced(problem, grid)
@@ -346,7 +348,7 @@ def _balanced(problem: GridProblem, grid: Sequence[Sequence[int]]) -> list[int]:
     return counts
 
 
-def _moved(problem: GridProblem, now: Placed, draw: random.Random) -> tuple[Grid, list[int]]:
+def _moved(problem: GridProblem, now: GridPlacement, draw: random.Random) -> tuple[Grid, list[int]]:
     """Return a neighbor: a placement and a split."""
     grid, split = [list(row) for row in now.grid], list(now.split)
     kind = draw.random()

@@ -20,7 +20,7 @@ _RESOLUTION = 8
 
 
 def probed_shares(mesh: Mesh) -> tuple[int, ...]:
-    """Time products on this rank's device, and return shares of the data ranks, equal on all ranks.
+    """Return shares of the data ranks from the times of products on each device. They are equal on all ranks.
 
     All ranks call it. A data rank is as fast as the slowest of the ranks that share its samples.
     """
