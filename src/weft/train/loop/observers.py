@@ -310,8 +310,9 @@ class RunRecorder(NullRecorder):
         self._display.note(f"step {event['step']}: {event['text']}.")
 
     def on_shares(self, step: int, shares: str) -> None:
-        self._log.write({"event": "shares", "step": step, "shares": shares})
-        self._display.note(f"step {step}: from the next step on, the data-parallel ranks have shares={shares}.")
+        text = f"from the next step on, the data-parallel ranks have shares={shares}"
+        self._log.write({"event": "shares", "step": step, "shares": shares, "text": text})
+        self._display.note(f"step {step}: {text}.")
 
     def on_moved(self, before: int, step: int) -> None:
         if step < before:  # readers discard events beyond this step
