@@ -31,8 +31,8 @@ from weft.config.run_config import RunConfig
 from weft.data.order.stream import permutation
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
-from weft.train.batching_by_cost import costs_of
-from weft.train.microbatches import Microbatches
+from weft.train.batches.batching_by_cost import costs_of
+from weft.train.batches.microbatches import Microbatches
 from weft.train.preparation import prepare_run
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.registry import find_task

@@ -34,8 +34,8 @@ from weft.calibrate.compute import TensorPlacement, calls_of
 from weft.calibrate.run import calibrate, typical
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.monitor.step_times import Meter
 from weft.parallel.parallelize import parallelize

@@ -44,8 +44,8 @@ from weft.comm.store import StoreChannel
 from weft.config.plan import Plan
 from weft.memory.offload import HostCopies
 from weft.parallel.parallelize import parallelize
-from weft.train.model_state import resume, state_slices
-from weft.train.state_io import rank_group
+from weft.train.states.model_state import resume, state_slices
+from weft.train.states.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.rank_pool import RankPool
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.config.model_spec import decoder_spec
+from weft.config.shapes.model_spec import decoder_spec
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.registry import build_decoder
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy

@@ -30,12 +30,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import ModelSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import ModelSpec
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.verify.rank_pool import RankPool

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.experts import Experts
 from weft.parallel.expert import distribute_experts
 from weft.verify.rank_pool import RankPool

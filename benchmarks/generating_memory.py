@@ -22,7 +22,7 @@ from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Request, Sampling
 from weft.inference.open_model import open_model
 from weft.inference.ranks import inference_plan
-from weft.train.state_io import gather
+from weft.train.states.state_io import gather
 from weft.verify.rank_pool import RankPool
 
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.jax_engine.capture import capture, to_array
 from weft.jax_engine.program import Program, Sharding
 from weft.jax_engine.update import read_optimizer

@@ -26,20 +26,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.config.model_spec import resolve_decoder
 from weft.config.plan import Plan
 from weft.config.run_config import DataSection, ModelSection, RunConfig, TrainSection
 from weft.config.sections import LaunchSection
+from weft.config.shapes.model_spec import resolve_decoder
 from weft.data.store.prepare import prepare_data
 from weft.models.registry import build_decoder
 from weft.monitor.live import make_display
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
 from weft.train.engine import EngineJob
+from weft.train.engines.torch_engine import TorchEngine
 from weft.train.folder import RunFolder
 from weft.train.loop.observers import RunRecorder
 from weft.train.loop.trainer import Trainer
 from weft.train.tasks.decoder import DecoderTask
-from weft.train.torch_engine import TorchEngine
 from weft.verify.rank_pool import RankPool
 
 

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.pipeline_schedule import build_schedule
 from weft.config.plan import SCHEDULES, Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.monitor.step_times import Meter
 from weft.parallel.parallelize import parallelize

@@ -30,8 +30,8 @@ import weft
 from weft.cli.console import table
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.parallel.state.gradients import data_parallel
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy

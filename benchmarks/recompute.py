@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
+from weft.config.shapes.model_spec import decoder_spec
 from weft.memory.recompute import Recompute, apply_recompute
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.registry import build_decoder

@@ -31,7 +31,7 @@ from weft.config.plan import Plan
 from weft.models.vision import build_image_model
 from weft.monitor.events import read_events
 from weft.parallel.parallelize import parallelize
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 from weft.verify.rank_pool import RankPool
 

@@ -19,9 +19,9 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from weft.config.fields.plan_values import PlanField
 from weft.config.files import load_config
 from weft.config.plan import PLAN_FIELDS
-from weft.config.plan_values import PlanField
 from weft.config.rules.config_rules import CONFIG_RULES
 from weft.config.rules.plan_rules import RULES
 from weft.config.run_config import RunConfig
@@ -30,9 +30,11 @@ from weft.interop.deepspeed_keys import Group, groups
 from weft.interop.trainer_keys import Tool, tools
 
 DOCS = Path(__file__).parent
-sys.path.append(str(DOCS))
+sys.path += [str(DOCS), str(DOCS.parent)]
 
 from mkdocs_hooks import expanded, pages_in  # noqa: E402 (the path comes first)
+
+from tools.record_benchmarks import page as benchmarks_page  # noqa: E402
 
 REFERENCE = DOCS / "reference"
 DEEPSPEED, TRAINERS = REFERENCE / "deepspeed_keys.md", DOCS / "how-to" / "import_config.md"
@@ -273,7 +275,12 @@ def with_pages(page: str) -> str:
     return f"{before}{begin}\n{page_list()}\n{end}{after}"
 
 
-PAGES = {"rules.md": rules_page, "settings.md": settings_page, "recipes.md": recipes_page}
+PAGES = {
+    "rules.md": rules_page,
+    "settings.md": settings_page,
+    "recipes.md": recipes_page,
+    "benchmarks.md": benchmarks_page,
+}
 
 if __name__ == "__main__":
     for file_name, page in PAGES.items():

@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 examples/12_long_sequences.py      the same numbers,
 import torch
 
 import weft
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.env import rank_env
 from weft.models.registry import build_decoder
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy

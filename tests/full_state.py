@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.checkpoint.read import Part
 from weft.checkpoint.safetensors_files import torch_formats
-from weft.train.model_state import resume, state_slices
+from weft.train.states.model_state import resume, state_slices
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.repo.source import modules
+from tools import record_benchmarks
 from weft import env
 
 ROOT = Path(__file__).parents[1]
@@ -99,6 +100,27 @@ def test_benchmark_has_a_usage_text(path: Path, tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert path.name in done.stdout
+
+
+def test_ratios_are_found_in_the_output_of_benchmarks():
+    outputs = {
+        "overhead": ('{"ratio_of_medians": 1.1, "median_of_pair_ratios": 1.02}', {"ratio": 1.02}),
+        "data_parallel": ('{"variant": "weft-zero1", "steps": 3, "ratio": 0.94, "cpu_ms": 1}', {"weft-zero1": 0.94}),
+        "tensor_parallel": ("torch             99.0 ms   1.00\nweft              56.0 ms   0.56", {"weft": 0.56}),
+        "pipeline": ("1f1b               4    120.0    130.0      0.923", {"1f1b": 0.923}),
+        "tables": ("step: 0.1 s; DDP with dense gradients 2 s; ratio 0.055", {"ratio": 0.055}),
+        "jax": ("small: engine / by hand 0.910", {"small": 0.91}),
+    }
+    for name, (output, expected) in outputs.items():
+        assert record_benchmarks.ratios_in(output, record_benchmarks.BENCHMARKS[name].pattern) == expected
+    assert [*record_benchmarks.moved({"a": 1.0, "b": 1.0}, {"a": 1.06, "b": 1.04, "c": 2.0})] == [
+        "a: 1.000 before, 1.060 now (+6%)"
+    ]
+
+
+@pytest.mark.parametrize("name", record_benchmarks.BENCHMARKS)
+def test_recorded_benchmarks_exist(name: str):
+    assert (ROOT / record_benchmarks.BENCHMARKS[name].command.split()[0]).is_file()
 
 
 def test_every_deliberate_fault_matches_the_sources_once():

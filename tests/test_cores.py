@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.cli.doctor import cores as doctor_cores
+from weft.cli.machines.doctor import cores as doctor_cores
 from weft.comm.gpu_settings import Topology, choose_cores, format_cores, read_cores
 from weft.env import RankEnv
 from weft.train import joined_rank as near_gpu

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize
 from weft.train.step.train_step import TrainStep

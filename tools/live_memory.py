@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.comm.mesh import build_mesh
 from weft.config.cluster import ClusterSpec
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.partitioning import batch_unit, bucket_bytes
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.adapters import add_adapter
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize

@@ -10,9 +10,9 @@ import torch
 from tools.live_memory import peak_of_step
 from weft.comm.mesh import build_mesh
 from weft.config.cluster import ClusterSpec
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.partitioning import bucket_bytes
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize
 from weft.planner.cost.machine import Tables

@@ -26,7 +26,7 @@ from weft.checkpoint.prune import prune_checkpoints, set_aside
 from weft.checkpoint.read import OwnershipMap, Part
 from weft.checkpoint.save import SavedSlice, save_checkpoint, save_slices
 from weft.cli.app import run
-from weft.cli.ckpt import app
+from weft.cli.checkpoints.ckpt import app
 from weft.errors import CheckpointError
 from weft.train.weights.foreign_files import Taken, read_dcp
 

@@ -15,7 +15,7 @@ from weft.checkpoint.save import save_checkpoint
 from weft.cli.app import run
 from weft.models.adapters import add_adapter
 from weft.models.peft_files import load_adapter
-from weft.train.model_state import adapter_state
+from weft.train.states.model_state import adapter_state
 
 
 def saved(root: Path, step: int, scale: float = 1.0, **state: object) -> Path:

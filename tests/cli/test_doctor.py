@@ -12,12 +12,12 @@ import types
 import pytest
 
 from weft import env
-from weft.cli import doctor as doctor_verb
-from weft.cli import doctor as gpus
-from weft.cli import doctor as machine
-from weft.cli import doctor as network
-from weft.cli import doctor as software
-from weft.cli.doctor import CheckLine, examine, text
+from weft.cli.machines import doctor as doctor_verb
+from weft.cli.machines import doctor as gpus
+from weft.cli.machines import doctor as machine
+from weft.cli.machines import doctor as network
+from weft.cli.machines import doctor as software
+from weft.cli.machines.doctor import CheckLine, examine, text
 
 
 @pytest.fixture(scope="module")

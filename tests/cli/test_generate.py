@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import app as main
-from weft.cli.generate import refuse_no_run
+from weft.cli.inference.generate import refuse_no_run
 from weft.errors import ConfigError
 
 

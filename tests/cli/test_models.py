@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from weft.cli.models import list_models
-from weft.config.model_spec import model_names
+from weft.config.shapes.model_spec import model_names
 
 
 def test_table_has_a_row_for_each_model_with_its_shape(capsys):

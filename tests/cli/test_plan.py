@@ -16,7 +16,7 @@ import pytest
 from tests.data.image_records import add, labelled
 from weft.cli.app import run
 from weft.cli.launch.launch import count_ranks
-from weft.cli.plan import NOTHING_FITS
+from weft.cli.planning.plan import NOTHING_FITS
 from weft.config.cluster import device
 from weft.config.files import load_config
 from weft.config.plan import Plan

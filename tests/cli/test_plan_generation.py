@@ -11,7 +11,7 @@ import pytest
 
 from tests.inference.models import write_folder
 from weft.cli.app import run
-from weft.cli.plan import NOTHING_FITS
+from weft.cli.planning.plan import NOTHING_FITS
 from weft.planner.cost.generation import cache_growth
 
 GENERATE = ["plan", "llama3-8b", "4xh100", "--for", "generate", "--prompt", "2000", "--new", "500", "--batch", "64"]

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from weft.comm.wire.wire_format import State, Wire
-from weft.config.wire_formats import WireSpec, register
+from weft.config.fields.wire_formats import WireSpec, register
 
 register(WireSpec("block8", "tests.comm.block8:Block8", element_bytes=1, block=64, block_bytes=4, state_bytes=4))
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from weft.comm.wire.coder import chance_key
 from weft.comm.wire.codes import scales_of
 from weft.comm.wire.wire_format import find_wire
-from weft.config import wire_formats
-from weft.config.wire_formats import COMPRESSES, WireSpec
+from weft.config.fields import wire_formats
+from weft.config.fields.wire_formats import COMPRESSES, WireSpec
 from weft.errors import PlanError
 
 INT8 = find_wire("int8")

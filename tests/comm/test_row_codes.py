@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.comm.wire.codes import RowCodes, RowSlice
-from weft.config.wire_formats import wire_spec
+from weft.config.fields.wire_formats import wire_spec
 
 SPEC = wire_spec("int8")
 SHAPES = st.lists(

@@ -18,8 +18,8 @@ from weft.comm.transports.scattered_tensor import Parts
 from weft.comm.transports.shared_memory import SharedLink
 from weft.comm.wire.coder import Coder, Coders
 from weft.comm.wire.wire_format import find_wire
+from weft.config.fields.wire_formats import WIRES, WireSpec, register, wire_spec
 from weft.config.plan import Plan
-from weft.config.wire_formats import WIRES, WireSpec, register, wire_spec
 from weft.errors import CommError, PlanError
 from weft.parallel.state.precision import Precision
 from weft.verify.oracles import WireOracle

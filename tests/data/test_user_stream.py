@@ -20,7 +20,7 @@ from weft.config.plan import Plan
 from weft.data.order.stream import count_parts
 from weft.data.order.user_stream import StreamLoader
 from weft.errors import DataError, WeftWarning
-from weft.train.microbatches import from_loader
+from weft.train.batches.microbatches import from_loader
 
 
 class Plain(IterableDataset[Any]):

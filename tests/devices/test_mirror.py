@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tools.gpu_sim.stub_library import built_library
 from tools.mirror_device.device import NAME, SOURCE, load, package_in, why_not
 from weft import env
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.monitor.events import read_events
 from weft.verify.parity import DecoderCase, ParityResult, train_case, train_plain
 from weft.verify.rank_pool import RankPool

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tools.small_configs import small_config
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import ConfigError, ModelError
 from weft.generation.batch import Limits, generate_batch
 from weft.generation.requests import Request, Sampling

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from tests.gpu.cases import Case, Figures, Setting, Skipped, require
 from tests.gpu.training import Numbers
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.adapters import add_adapter
 from weft.models.registry import build_decoder
 from weft.models.speech import build_speech_model

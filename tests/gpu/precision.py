@@ -13,7 +13,7 @@ from tests.gpu.training import SMALL, decoder, train
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
-from weft.train.gpu_kernels import GpuKernels
+from weft.train.engines.gpu_kernels import GpuKernels
 
 #: Relative error of products of random numbers. TF32 has 10 bits of mantissa, fp32 has 23.
 EXACT, ROUNDED = 2e-5, (5e-5, 2e-3)

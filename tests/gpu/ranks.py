@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.gpu.cases import Case, Figures, Setting, Skipped, require
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan, plan_fields
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.parallel.parallelize import parallelize
 from weft.train.step.train_step import TrainStep
 from weft.verify.matrix import covering, legal, row_of, sample

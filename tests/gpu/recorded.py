@@ -12,8 +12,8 @@ from tests.gpu.correct import TOLERANCES
 from tests.gpu.training import SMALL, Numbers, batch_of
 from tests.parity.graph_cases import train
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize
 from weft.train.step.train_step import TrainStep

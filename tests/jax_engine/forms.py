@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 

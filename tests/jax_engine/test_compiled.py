@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.cli.app import run
-from weft.cli.plan_compile import compiled_lines, compiled_step, compiled_table, jax_question, planned_bytes
+from weft.cli.planning.plan_compile import compiled_lines, compiled_step, compiled_table, jax_question, planned_bytes
 from weft.config.cluster import ClusterSpec, device
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.jax_engine.compiled import Collective, _gathered, _too_large, traffic
 from weft.jax_engine.program import devices
 from weft.planner.search.question import Question

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("jax")
 
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import PlanError
 from weft.jax_engine.rules import check
 from weft.verify.jax_verifier import verify_plans

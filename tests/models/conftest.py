@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 
 
 @pytest.fixture(autouse=True)

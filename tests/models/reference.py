@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.decoder import Decoder
 from weft.models.registry import build_decoder
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import CheckpointError, ModelError
 from weft.models.adapters import adapted, add_adapter, merge_adapter, merged_tensors, without_adapter
 from weft.models.initialize import initialise

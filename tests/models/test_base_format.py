@@ -15,7 +15,7 @@ from weft.checkpoint.read import Part
 from weft.errors import ModelError
 from weft.models.adapters import add_adapter, merge_adapter, merged_tensors
 from weft.models.quantized_linear import BASE_FORMATS, NF4_CODES
-from weft.train.model_state import PackedSource
+from weft.train.states.model_state import PackedSource
 
 FORMATS = list(BASE_FORMATS.values())
 GAP = max(high - low for low, high in itertools.pairwise(NF4_CODES))
@@ -74,7 +74,7 @@ def test_slices_are_packed_like_the_full_tensor(kept, monkeypatch):
     weight = torch.randn(12, 256).bfloat16()
     source, whole = Stored(weight), kept.pack(weight)
     packed = PackedSource(source, ["w"], kept)
-    monkeypatch.setattr("weft.train.model_state._AT_ONCE", 8)
+    monkeypatch.setattr("weft.train.states.model_state._AT_ONCE", 8)
     shape, half = tuple(whole.shape), whole.shape[1] // 2
     parts = [Part(shape), Part(shape, 0, ((2, 4), (8, 11))), Part(shape, 1, ((half, 2 * half),))]
     wanted = [whole, torch.cat([whole[2:4], whole[8:11]]), whole[:, half:]]

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.models.reference import llama_weights
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.experts import MoE, routers
 from weft.models.registry import build_decoder
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.config.model_spec import ModelSpec, decoder_spec, model_names
+from weft.config.shapes.model_spec import ModelSpec, decoder_spec, model_names
 from weft.errors import ModelError
 from weft.models.inspect.describe import describe
 from weft.models.registry import build_decoder

@@ -17,7 +17,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import WeftWarning
 from weft.parallel.parallelize import parallelize
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.script.script_export import export_keras
 from weft.train.step.train_step import TrainStep
 

@@ -20,7 +20,7 @@ from weft.optim.muon import Muon
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.placement import Placement
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 from weft.verify.parity import ParityResult
 

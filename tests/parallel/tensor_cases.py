@@ -17,9 +17,9 @@ from torch import nn
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.parallel.state.placement import WHOLE
 from weft.parallel.tensor.apply import shard_tensors

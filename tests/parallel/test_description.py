@@ -15,11 +15,11 @@ import weft
 from tests.parallel import traced_models
 from weft.cli.app import run
 from weft.config.cluster import ClusterSpec
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check
-from weft.config.traced_model import TracedModel
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import decoder_spec
+from weft.config.shapes.traced_model import TracedModel
 from weft.errors import ModelError
 from weft.memory.trace import trace_block
 from weft.models.inspect.blocks import repeated_blocks

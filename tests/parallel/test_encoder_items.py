@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.parity import encoder_cases, vision_cases
 from weft.comm.mesh import build_mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.errors import LayoutError
 from weft.models.attention import bordered_attention

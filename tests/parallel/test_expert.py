@@ -16,7 +16,7 @@ from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.save import save_slices
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
 from weft.models.experts import routers
@@ -24,8 +24,8 @@ from weft.models.registry import build_decoder
 from weft.parallel.expert import _by_expert, distribute_experts, expect_experts
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.model_state import resume, state_slices
-from weft.train.state_io import rank_group
+from weft.train.states.model_state import resume, state_slices
+from weft.train.states.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.parity import DecoderCase, local_microbatches, train_case
 

@@ -18,7 +18,7 @@ from weft.errors import CommError, ModelError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero_flat.model import FlatModel
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 from weft.verify.parity import several_buckets
 

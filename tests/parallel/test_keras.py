@@ -30,6 +30,8 @@ STRATEGIES = {  # of docs/how-to/from_tensorflow.md
     "MirroredStrategy": "dp_replicate=2",
     "MultiWorkerMirroredStrategy": "dp_replicate=2",
     "CentralStorageStrategy": "dp_shard=2 zero=2",
+    "TPUStrategy": "dp_replicate=2",
+    "jit_compile=True": "dp_replicate=2 compile=on",
 }
 
 
@@ -89,6 +91,14 @@ def test_rows_of_the_guide_from_tensorflow_train_like_one_process(ranks2, expect
         check((plan, "dense"), ranks2.run(keras_cases.trained, plan, "dense")[0], expected["dense"])
 
 
+@pytest.mark.full
+def test_compiled_models_train_like_one_process(ranks2, expected):
+    for plan in ("dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2"):
+        for name in ("dense", "attention", "dropout"):
+            found = ranks2.run(keras_cases.trained, f"{plan} compile=on", name)[0]
+            check((plan, name), found, expected[name])
+
+
 def test_models_that_would_train_differently_are_refused(ranks2):
     assert ranks2.run(refusals)[0] == {
         "batch norm": "model: layer norm would normalize by one rank's samples, and its moving averages would differ "
@@ -106,7 +116,7 @@ def test_models_that_would_train_differently_are_refused(ranks2):
 
 def test_fit_and_plans_without_support_are_refused(monkeypatch):
     keras_cases.load_keras()
-    for field, value in (("compile", "on"), ("precision", "bf16")):
+    for field, value in (("sp", "on"), ("precision", "bf16")):
         with pytest.raises(PlanError, match=f"{field}={value}: Keras models do not support it"):
             parallelize(keras_cases.build("dense"), build_mesh(Plan.parse(f"{field}={value}")))
     model = parallelize(keras_cases.build("dense"), build_mesh(Plan.parse("precision=fp64")))

@@ -15,7 +15,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.parallelize import parallelize
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 
 STEPS, SAMPLES = 3, 16

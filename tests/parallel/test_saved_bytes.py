@@ -13,8 +13,8 @@ from tests.choice import gate_runs
 from tests.lean import compiled_by
 from tools.live_memory import saved_bytes
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import WeftWarning
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize

@@ -18,7 +18,7 @@ from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.placement import Placement
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 
 VOCAB, WIDTH, DEPTH = 9, 6, 4

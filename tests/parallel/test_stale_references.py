@@ -18,7 +18,7 @@ from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.stale_references import watched_references
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 
 PLANS = ["dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2", "dp_shard=2 zero=2 offload=optimizer"]

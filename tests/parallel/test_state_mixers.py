@@ -24,7 +24,7 @@ from weft.parallel.layers.documents import _packed, attend_in_documents, call_in
 from weft.parallel.layers.state_mixers import Documents, documents_of, state_mixers
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero_flat.model import FlatModel
-from weft.train.microbatches import call_model
+from weft.train.batches.microbatches import call_model
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.verify.parity import DecoderCase, train_case
 from weft.verify.verifier import Float64Throughout

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.parallel.tensor_cases import FAMILIES, worst
 from weft.comm.mesh import build_mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
 from weft.verify.rank_pool import RankError

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import CommError
 from weft.models.registry import build_decoder
 from weft.parallel.state.gradients import data_parallel

@@ -16,8 +16,8 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel

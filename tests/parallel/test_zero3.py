@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.full_state import capture, restore
 from weft.comm.mesh import Mesh, build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import CommError, ModelError, PlanError
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize

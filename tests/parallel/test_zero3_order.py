@@ -7,8 +7,8 @@ import torch
 
 from tests.parallel.test_zero3 import PLAN, Chooser, rows
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import CommError
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize

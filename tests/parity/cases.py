@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.verify.parity import Case, DecoderCase
 
 LLAMA = DecoderSpec(

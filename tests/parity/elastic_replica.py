@@ -15,10 +15,10 @@ from weft.comm.mesh import build_mesh
 from weft.comm.replica_client import ReplicaGroup
 from weft.config import partitioning as shares
 from weft.config.plan import Plan
-from weft.parallel.elastic_local_sgd import ElasticDiLoCo, attach_elastic_diloco
 from weft.parallel.parallelize import parallelize
+from weft.parallel.replicas.elastic_local_sgd import ElasticDiLoCo, attach_elastic_diloco
 from weft.parallel.state.gradients import data_parallel
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tests.parity import vision_cases as vision
 from tests.parity.dropout_cases import Block
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.verify.parity import ParityResult, SampleCase, train_case, train_plain
 from weft.verify.verifier import Float64Throughout
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 from weft.verify.verifier import Float64Throughout
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.experts import routers
 from weft.parallel.expert import balance_routers
 from weft.verify.parity import Case, DecoderCase

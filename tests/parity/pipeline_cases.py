@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.parity.moe_cases import MoECase, moe_cases
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.verify.parity import Case, DecoderCase
 from weft.verify.verifier import Float64Throughout
 

@@ -20,8 +20,8 @@ from tests.memory.links import LateLink
 from tests.parity.cases import GPT2, LLAMA, PackedCase, cases
 from tests.parity.families import FAMILIES, FamilyCase, shape_of
 from tests.parity.moe_cases import MOE, MoECase, hugging_face_moe_cases, moe_cases
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan, plan_fields
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.memory import activation_offload as activations
 from weft.memory import offload
 from weft.memory.offload import HostPool

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.parity.moe_cases import MoECase
 from tests.parity.pipeline_cases import TIED, FamilyCase
 from tests.parity.plans import Cell, Subject
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.partitioning import CP_MODES
 from weft.config.plan import AXES, PLAN_FIELDS, RECOMPUTES, RESHARDS, SCHEDULES, Plan
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.verify.matrix import covering, row_of
 from weft.verify.parity import DecoderCase
 

@@ -23,8 +23,8 @@ from weft.comm.pending import Pending
 from weft.comm.transports.scattered_tensor import Parts
 from weft.comm.wire.coder import Coder
 from weft.comm.wire.wire_format import State, Wire
+from weft.config.fields.wire_formats import WireSpec, register, wire_spec
 from weft.config.plan import Plan
-from weft.config.wire_formats import WireSpec, register, wire_spec
 from weft.optim.step_decision import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel

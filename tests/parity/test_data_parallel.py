@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.choice import product
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.verify.parity import DecoderCase, train_decoder
 
 RTOL = 1e-10

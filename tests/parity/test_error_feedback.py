@@ -17,8 +17,8 @@ from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.model_state import resume, state_slices
-from weft.train.state_io import rank_group
+from weft.train.states.model_state import resume, state_slices
+from weft.train.states.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.parity import DecoderCase, local_microbatches, several_buckets
 

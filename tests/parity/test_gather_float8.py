@@ -17,7 +17,7 @@ from tests.parity.moe_cases import MOE, MoECase
 from tests.parity.test_float8 import WIDE, SomeBF16Case
 from tests.parity.test_gather import gathered_bytes
 from weft.comm.wire.codes import RowCodes, RowSlice
-from weft.config.wire_formats import wire_spec
+from weft.config.fields.wire_formats import wire_spec
 from weft.parallel.layers.float8_products import Float8
 from weft.parallel.state import precision
 from weft.verify.parity import Case, DecoderCase, ParityResult, train_case

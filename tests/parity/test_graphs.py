@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from tests.parity.dropout_cases import PlainModel
 from tests.parity.graph_cases import STEPS, TOKENS, VOCAB, batch_of, forward, loss_of, pair, sgd, train
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import ModelError, PlanError, WeftWarning
 from weft.memory.graph_recorder import send_numbers
 from weft.models.registry import build_decoder

@@ -14,8 +14,8 @@ from tests.parity.adapter_cases import AdapterCase
 from tests.parity.test_tensor import DECODERS
 from tools import live_memory
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import CommError, ModelError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.tiled_mlp import tile_mlps

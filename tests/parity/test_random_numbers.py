@@ -16,7 +16,7 @@ from weft.errors import ModelError
 from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.parallelize import parallelize
 from weft.parallel.random.streams import integers_at
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 
 DIM, TOKENS, SAMPLES = 8, 6, 8

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.choice import gate_runs
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.verify.parity import DecoderCase, train_decoder
 
 RTOL = 1e-10

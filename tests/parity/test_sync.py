@@ -23,8 +23,8 @@ from weft.config import partitioning as shares
 from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
 from weft.optim.step_decision import clip_factor, global_norm
-from weft.parallel.local_sgd import StreamedSync, anchored, rare_sync
 from weft.parallel.parallelize import parallelize
+from weft.parallel.replicas.local_sgd import StreamedSync, anchored, rare_sync
 from weft.parallel.state.gradients import data_parallel
 from weft.train.step.train_step import TrainStep
 from weft.verify.oracles import WireOracle

@@ -8,7 +8,7 @@ import pytest
 
 from tests.choice import gate_runs
 from tests.parity.cases import GPT2, LLAMA, HuggingFaceCase, cases
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import CommError
 from weft.verify.parity import DecoderCase, train_cases
 

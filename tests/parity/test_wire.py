@@ -15,15 +15,15 @@ from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.save import save_slices
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
+from weft.config.fields.wire_formats import wire_spec
 from weft.config.plan import Plan
-from weft.config.wire_formats import wire_spec
 from weft.optim.step_decision import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.states import local_wire_state
 from weft.parallel.zero_flat.model import FlatModel
-from weft.train.model_state import resume, state_slices
-from weft.train.state_io import rank_group
+from weft.train.states.model_state import resume, state_slices
+from weft.train.states.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.oracles import WireOracle
 from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, several_buckets, train_case

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.choice import gate_runs, product
 from tests.parity.cases import cases
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.verify.parity import DecoderCase, train_case, train_cases
 
 RTOL = 1e-10

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.config.cluster import ClusterSpec
-from weft.config.model_spec import decoder_spec
+from weft.config.fields.wire_formats import COMPRESSES, GATHERS
 from weft.config.plan import RECOMPUTES, SCHEDULES
-from weft.config.wire_formats import COMPRESSES, GATHERS
+from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.cost import row_dedupe as alike
 from weft.planner.cost import step
 from weft.planner.cost.machine import Tables

@@ -262,7 +262,8 @@ def test_a_full_disk_is_named_and_finished_tasks_are_kept(tmp_path, monkeypatch)
 
 
 def test_the_commands_import_no_torch():
-    code = "import sys, weft.cli.map, weft.pools.engines, weft.experiments.sweep_report; print('torch' in sys.modules)"
+    modules = "weft.cli.inference.map, weft.pools.engines, weft.experiments.sweep_report"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
 

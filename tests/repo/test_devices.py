@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = {name for kind in KINDS.values() for name in (kind.name, kind.torch_type)} - {"cpu"}
 #: Modules about libraries of one vendor, with the attributes of torch that they use.
 EXCEPTIONS = {
-    "weft.cli.doctor": "the lines about NVIDIA's driver, and NCCL's version",
+    "weft.cli.machines.doctor": "the lines about NVIDIA's driver, and NCCL's version",
     "weft.calibrate.compute": "profiles of NVIDIA's GPUs, and NCCL's version",
     "weft.memory.graph_recorder": "CUDA graphs",
     "weft.memory.offload": "pinning of existing host memory by the CUDA runtime",

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("name", ["rules.md", "settings.md", "recipes.md"])
+@pytest.mark.parametrize("name", ["rules.md", "settings.md", "recipes.md", "benchmarks.md"])
 def test_generated_pages_are_current(name):
     written = (ROOT / "docs" / "reference" / name).read_text()
     # In a separate process: other tests of this one register wire formats, which pages list.

@@ -223,13 +223,13 @@ def _is_flat(node: Function) -> bool:
 #: Verbs that functions may begin with, in the imperative. Add new ones here.
 VERBS = frozenset(
     """
-    account add answer append apply ask attend begin bring build call capture carry change check choose clip close
-    combine commit compare compute continue control copy count create cut deal decide delete describe divide do download
-    draw drop encode end exchange fill find fit flush forget gather give go hear hide hold ignore join judge
-    keep lay leave let line list load look make map measure meet mix move multiply note number offer open order
-    parse pick post predict print publish put raise read record refuse remove rename repeat replace reset restore
-    resume return run save say scale send serve set show sort start stop sum surround take tell tokenise trace
-    train transform treat trust try turn update use verify visit wait warn watch write yield
+    account add answer append apply ask attach attend begin bring build call capture carry change check choose clip
+    close combine commit compare compute continue control copy count create cut deal decide declare delete describe
+    disconnect divide do download draw drop encode end exchange fill find fit flatten flush forget gather give go hear
+    hide hold ignore join judge keep lay leave let line list load look make map measure meet mix move multiply note
+    number offer open order parse pick post predict print publish put raise read record refuse remove rename repeat
+    replace reset restore resume return run save say scale send serve set show sort start stop sum surround take tell
+    tokenise trace train transform treat trust try turn update use verify visit wait warn watch write yield
     """.split()  # noqa: SIM905 (a list of strings is harder to read and to add to)
 )
 

@@ -56,4 +56,4 @@ def test_only_two_modules_use_transformers_config_names():
         for path in SOURCE.rglob("*.py")
         if any(f'"{name}"' in path.read_text() for name in names)
     }
-    assert knowing == {"config/hugging_face_config.py", "models/inspect/layers.py"}
+    assert knowing == {"config/shapes/hugging_face_config.py", "models/inspect/layers.py"}

@@ -32,7 +32,9 @@ def test_workflows_call_existing_targets_and_programs(workflow):
         assert ("uses" in step) != bool(words)
         if words[:1] == ["make"]:
             assert words[1] in targets
-        elif words and words[0] != "python":
+        elif words[:1] == ["docker"] and "-f" in words:
+            assert (ROOT / words[words.index("-f") + 1].partition("$")[0]).parent.is_dir()
+        elif words and words[0] not in ("python", "docker"):
             assert (ROOT / words[0]).is_file()
 
 

@@ -15,9 +15,9 @@ import torch
 
 from tests.full_state import capture
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.files import load_config
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
@@ -27,9 +27,9 @@ from weft.rl.rewards import Rewards
 from weft.rl.rollout import Sampled
 from weft.rl.scored import Rollout
 from weft.rl.task import GrpoTask
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.folder import RunFolder
-from weft.train.microbatches import Microbatches
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
 from weft.train.weights.run_adapter import with_adapter

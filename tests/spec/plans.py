@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from weft.config.plan import PLAN_FIELDS, Plan
-from weft.config.plan_values import (
+from weft.config.fields.plan_values import (
     AxisOrder,
     Counts,
     Integer,
@@ -17,6 +16,7 @@ from weft.config.plan_values import (
     Switch,
     SyncEvery,
 )
+from weft.config.plan import PLAN_FIELDS, Plan
 
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
     "{}%".format, st.integers(1, 99)

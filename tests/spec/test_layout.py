@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.layout import STYLES, TABLE_STYLES, Layout
+from weft.config.fields.layout import STYLES, TABLE_STYLES, Layout
 from weft.errors import LayoutError
 
 LLAMA_PATHS = ["embed", "blocks.0.norm1", "blocks.0.attn.q", "blocks.11.attn.k", "blocks.0.attn.v",

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.config.legal_plans import legal_plans
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import AXES, RESHARDS, SCHEDULES, Plan
 from weft.config.rules.plan_rules import LASTING, RULES, check
 from weft.config.rules.rule import Facts
+from weft.config.shapes.model_spec import decoder_spec
 
 VALUES = {
     **dict.fromkeys((*AXES, "ep"), (1, 2)),

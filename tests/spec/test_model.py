@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.decoder_shape import DecoderSpec, shape_problems
-from weft.config.model_spec import LayerSpec, ModelSpec, decoder_spec, model_names, named_sizes, resolve_decoder
 from weft.config.run_config import ModelSection
+from weft.config.shapes.decoder_shape import DecoderSpec, shape_problems
+from weft.config.shapes.model_spec import LayerSpec, ModelSpec, decoder_spec, model_names, named_sizes, resolve_decoder
 from weft.errors import ConfigError, ModelError
 
 TINY = decoder_spec("tiny")
@@ -235,5 +235,5 @@ def test_suggested_values_satisfy_the_rule(family, dim, num_heads, num_kv_heads)
 
 
 def test_model_spec_does_not_import_torch():
-    program = "import sys, weft.config.model_spec as m; m.ModelSpec.named('tiny'); print('torch' in sys.modules)"
+    program = "import sys, weft.config.shapes.model_spec as m; m.ModelSpec.named('tiny'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

@@ -179,7 +179,7 @@ def test_replace_rejects_unknown_fields():
 
 
 def test_config_modules_do_not_import_torch():
-    modules = "weft.config.files, weft.config.layout, weft.config.rules.plan_rules"
+    modules = "weft.config.files, weft.config.fields.layout, weft.config.rules.plan_rules"
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import weft
+from weft.config.fields.plan_values import Integer
 from weft.config.plan import PLAN_FIELDS, Plan
-from weft.config.plan_values import Integer
 from weft.errors import PlanError
 
 #: A switch that the planner searches under tensor parallelism, and a number that refinement moves.

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tests.comm import block8  # noqa: F401 (registers a wire format with error feedback)
 from tests.spec.plans import plans
 from weft.config.cluster import device
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.layout import common_divisors, nearest
+from weft.config.fields.layout import common_divisors, nearest
 from weft.config.partitioning import CP_MODES
 from weft.config.plan import Plan, plan_fields
 from weft.config.rules.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan
 from weft.config.rules.rule import Facts, alternatives
-from weft.config.traced_model import Limit
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.traced_model import Limit
 from weft.errors import PlanError
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=6, num_heads=32, num_kv_heads=8, ffn_dim=768, max_seq_len=1024)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import LayerSpec, ModelSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import LayerSpec, ModelSpec
 from weft.errors import ModelError
 from weft.models.experts import Experts
 from weft.models.inspect.describe import describe

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.parallel.tensor_cases import LLAMA, build
 from tests.parity.families import FamilyCase
 from tests.train.gradient_kinds import function_of
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import LayoutError, PlanError
 from weft.models.inspect import hugging_face
 from weft.models.inspect.counted_sizes import track_reshape

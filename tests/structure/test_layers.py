@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.hugging_face_config import decoder_shape, image_shape, number, read_numbers
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.hugging_face_config import decoder_shape, image_shape, number, read_numbers
 from weft.errors import ModelError
 from weft.models.inspect import dry_run, hugging_face, layers, token_flow
 from weft.models.inspect.dry_run import call_function

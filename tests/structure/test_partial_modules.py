@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.parallel.tensor_cases import LLAMA
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import LayoutError
 from weft.models.inspect.find_layout import expect_parts_named, find_layout, says_too_little
 from weft.models.registry import build_decoder

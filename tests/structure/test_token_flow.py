@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import LayoutError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.dry_run import example_of

@@ -11,18 +11,18 @@ import torch
 from torch.nn import functional as F
 
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.files import load_config
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.data.store.prepare import prepare_data
 from weft.data.store.prepared import PreparedData
 from weft.data.text.tokenizer import Tokenizer
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.folder import RunFolder
-from weft.train.microbatches import Microbatches
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.preference import PreferTask

@@ -18,11 +18,11 @@ from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.files import load_config
 from weft.monitor.events import read_events
 from weft.train.engine import ReplicaWorld
+from weft.train.engines.torch_engine import TorchEngine
 from weft.train.folder import RunFolder
 from weft.train.loop import observers as recorder
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
-from weft.train.torch_engine import TorchEngine
 
 LIMIT_S, KEY = 60.0, "the key of these replicas"
 

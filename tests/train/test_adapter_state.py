@@ -21,7 +21,7 @@ from weft.models.adapters import merged_tensors
 from weft.models.peft_files import load_adapter
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.magnitudes import start_magnitudes
-from weft.train.model_state import digest_of
+from weft.train.states.model_state import digest_of
 from weft.verify.parity import Case, local_microbatches
 
 HALF, STEPS = 2, 4

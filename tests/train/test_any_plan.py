@@ -29,8 +29,8 @@ from weft.errors import CheckpointError
 from weft.optim.build import build_optimizer
 from weft.optim.rounded_adamw import exact_moment
 from weft.parallel.parallelize import parallelize
-from weft.train.model_state import resume, state_slices
-from weft.train.state_io import rank_group
+from weft.train.states.model_state import resume, state_slices
+from weft.train.states.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 from weft.verify.matrix import layout_of, legal
 from weft.verify.parity import DecoderCase, local_microbatches, several_buckets

@@ -27,7 +27,7 @@ from weft.train.hooks import Progress
 from weft.train.loop import checkpointer as save_thread
 from weft.train.loop import run_checkpoints
 from weft.train.loop.checkpointer import steps_in
-from weft.train.model_state import state_slices
+from weft.train.states.model_state import state_slices
 from weft.train.step.train_step import TrainStep
 
 ALL = ("checkpoint.every=3", "checkpoint.keep=9", "eval.every=0", "train.steps=9")

@@ -21,13 +21,13 @@ from weft.errors import ConfigError, DataError, PlanError, WeftWarning
 from weft.monitor.events import tail_events
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.batching_by_cost import CostBorders, Costs, TokenCosts, _Runs
-from weft.train.data_share import Share
+from weft.train.batches.batching_by_cost import CostBorders, Costs, TokenCosts, _Runs
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.folder import RunFolder
-from weft.train.microbatches import Microbatches
-from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
+from weft.train.states.model_state import capture_model
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task

@@ -19,12 +19,12 @@ from weft.data.media.mixed_records import FeatureShards
 from weft.errors import ConfigError, DataError
 from weft.optim.build import build_optimizer, freeze
 from weft.parallel.parallelize import parallelize
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.folder import run_folder
-from weft.train.microbatches import Microbatches
-from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
+from weft.train.states.model_state import capture_model
 from weft.train.step.evaluation import RankForwards, evaluate
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.registry import find_task

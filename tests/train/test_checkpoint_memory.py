@@ -15,8 +15,8 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.model_state import resume, state_slices
-from weft.train.state_io import rank_group
+from weft.train.states.model_state import resume, state_slices
+from weft.train.states.state_io import rank_group
 from weft.train.step.train_step import TrainStep
 
 MOST_BESIDE = 256 * 2**20

@@ -33,7 +33,7 @@ from weft.checkpoint.save import SavedSlice, save_slices
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
-from weft.train.model_state import state_slices
+from weft.train.states.model_state import state_slices
 from weft.train.step.train_step import TrainStep
 
 

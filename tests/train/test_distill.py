@@ -21,9 +21,9 @@ from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.folder import RunFolder
-from weft.train.microbatches import Microbatches
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.distill import DistillTask, distilled_losses

@@ -22,9 +22,9 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.errors import CheckpointError
 from weft.models.registry import build_decoder
 from weft.train.folder import RunFolder
-from weft.train.model_state import restore_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
+from weft.train.states.model_state import restore_model
 from weft.train.tasks.generation import generate_text
 from weft.train.weights.decoder_files import decoder_of, tokenizer_of
 from weft.train.weights.foreign_files import NotTaken, Taken, read_pickled

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import BatchEncoding
 
 from weft.errors import ModelError
-from weft.train.microbatches import call_model
+from weft.train.batches.microbatches import call_model
 
 
 def net(forward) -> nn.Module:

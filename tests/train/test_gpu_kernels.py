@@ -13,8 +13,8 @@ from torch.nn import attention
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError
-from weft.train import gpu_kernels
-from weft.train.gpu_kernels import MOST_SHAPES, GpuKernels
+from weft.train.engines import gpu_kernels
+from weft.train.engines.gpu_kernels import MOST_SHAPES, GpuKernels
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 BF16 = Plan(precision="bf16")

@@ -24,7 +24,7 @@ from weft.errors import CommError, ConfigError, ModelError
 from weft.hub import HubName, download, local_data, local_folder, model_name, parse, resolve
 from weft.models.inspect import hugging_face
 from weft.train.folder import run_folder
-from weft.train.hub_names import download_all, resolved_config
+from weft.train.states.hub_names import download_all, resolved_config
 from weft.train.tasks.registry import find_task
 
 transformers = pytest.importorskip("transformers")

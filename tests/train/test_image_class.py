@@ -85,7 +85,7 @@ def test_samples_depend_on_seed_epoch_and_index(tmp_path: Path):
 
 
 def share(rank: int):
-    from weft.train.data_share import Share
+    from weft.train.batches.data_share import Share
 
     return Share(global_batch=3, rank=rank, size=2)
 
@@ -173,7 +173,7 @@ def test_run_trains_on_records_and_rejects_others(tmp_path: Path):
 
 
 def test_batches_are_equal_for_any_workers_ranks_and_after_resume(tmp_path: Path):
-    from weft.train.data_share import Share
+    from weft.train.batches.data_share import Share
 
     def task(folder: str, workers: int):
         made = config(tmp_path / folder, colour=0.3, noise=2.0)

@@ -19,11 +19,11 @@ from weft.config.run_config import RunConfig
 from weft.errors import ConfigError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.folder import run_folder
-from weft.train.microbatches import Microbatches
-from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
+from weft.train.states.model_state import capture_model
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.registry import find_task
 from weft.verify.verifier import Float64Throughout

@@ -21,7 +21,7 @@ from weft.data.batches import map_tensors, move_batch, tensors_in
 from weft.errors import ModelError
 from weft.parallel.parallelize import parallelize
 from weft.parallel.random.streams import SampleNumbers
-from weft.train.microbatches import from_loader, microbatches_of, samples_of, split_batch
+from weft.train.batches.microbatches import from_loader, microbatches_of, samples_of, split_batch
 from weft.train.step.train_step import TrainStep
 
 

@@ -17,11 +17,11 @@ from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, DataError, ModelError
 from weft.models.multimodal import ModelInputs, build_media_decoder
 from weft.parallel.parallelize import parallelize
-from weft.train.data_share import Share
-from weft.train.microbatches import Microbatches
-from weft.train.model_state import capture_model
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
+from weft.train.states.model_state import capture_model
 from weft.train.step.evaluation import evaluate
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.registry import find_task

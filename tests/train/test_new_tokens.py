@@ -22,9 +22,9 @@ from weft.optim.build import build_optimizer, freeze
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
 from weft.train.folder import RunFolder
-from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
+from weft.train.states.model_state import capture_model
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.generation import generate_text

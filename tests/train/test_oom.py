@@ -14,7 +14,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import OutOfMemory
 from weft.parallel.parallelize import parallelize
-from weft.train.microbatches import Microbatches, microbatch_size
+from weft.train.batches.microbatches import Microbatches, microbatch_size
 from weft.train.step.errors import is_out_of_memory, live_bytes
 from weft.train.step.train_step import TrainStep
 
@@ -25,12 +25,12 @@ from weft.errors import OutOfMemory
 from weft.comm.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel.parallelize import parallelize
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
-from weft.train.microbatches import microbatch_size
+from weft.train.batches.microbatches import microbatch_size
 
 spec = DecoderSpec(vocab_size=512, dim=128, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=512)
 mesh = build_mesh(Plan.parse("accumulation=2"))

@@ -14,7 +14,7 @@ from weft.config.plan import Plan
 from weft.errors import ConfigError, DataError
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
 from weft.train.folder import RunFolder
 from weft.train.step.evaluation import RankForwards, evaluate
 from weft.train.tasks.registry import find_task

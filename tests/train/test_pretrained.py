@@ -25,9 +25,9 @@ from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.model_state import capture_model
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
+from weft.train.states.model_state import capture_model
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.registry import find_task

@@ -24,9 +24,9 @@ from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, La
 from weft.models.registry import build_decoder
 from weft.monitor.events import read_events
 from weft.train.folder import RunFolder, run_lock
-from weft.train.model_state import expected_bytes
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import Start, run_rank
+from weft.train.states.model_state import expected_bytes
 from weft.train.tasks.generation import generate_text
 from weft.train.weights.decoder_files import data_of, decoder_of
 from weft.train.weights.run_adapter import with_adapter

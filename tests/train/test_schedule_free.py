@@ -15,7 +15,7 @@ from weft.config.plan import Plan
 from weft.errors import ConfigError, PlanError
 from weft.optim.schedule_free import ScheduleFreeAdamW
 from weft.parallel.state.gradients import data_parallel
-from weft.train.averaged_weights import averaged, check_averages
+from weft.train.states.averaged_weights import averaged, check_averages
 from weft.train.step.evaluation import mean_loss
 from weft.verify.parity import DecoderCase, local_microbatches
 

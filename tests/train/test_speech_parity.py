@@ -17,10 +17,10 @@ from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.parallel.parallelize import parallelize
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.data_share import Share
-from weft.train.microbatches import Microbatches
-from weft.train.model_state import capture_model
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.preparation import prepare_run
+from weft.train.states.model_state import capture_model
 from weft.train.step.evaluation import evaluate
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.registry import find_task

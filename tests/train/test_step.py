@@ -14,15 +14,15 @@ from torch import nn
 
 import tests.comm.block8  # noqa: F401  registers a wire
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import ModelError
 from weft.models.registry import build_decoder
 from weft.optim.muon import Muon
 from weft.optim.rounded_adamw import RoundedAdamW
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.train.microbatches import split_batch
+from weft.train.batches.microbatches import split_batch
 from weft.train.step.train_step import TrainStep
 from weft.train.step.update import LateMetrics
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy

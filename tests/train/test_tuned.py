@@ -20,16 +20,16 @@ from tests.train.tuned_folders import CASES, save_model, save_tokenizer, write_t
 from tests.train.tuned_folders import settings as typed
 from weft.cli.app import run as weft_run
 from weft.config.files import load_config
+from weft.data.table_data import ordered_labels
 from weft.errors import ConfigError, DataError, PlanError, WeftError
 from weft.monitor.events import read_events
 from weft.parallel.state.flat_slices import read_full
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.tasks import classification
 from weft.train.tasks.decoder_loss import perplexity
 from weft.train.tasks.registry import find_task
-from weft.train.tasks.table_data import ordered_labels
 from weft.verify.subject import Settings, find_subject
 
 transformers = pytest.importorskip("transformers")

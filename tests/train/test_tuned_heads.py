@@ -11,9 +11,9 @@ import torch
 
 from tests.train.tuned_folders import WORDS, save_tokenizer
 from weft.config.files import load_config
+from weft.data.table_data import TableRecord, label_id, settled_labels
 from weft.errors import ConfigError, DataError
 from weft.train.tasks.registry import find_task
-from weft.train.tasks.table_data import TableRecord, label_id, settled_labels
 
 transformers = pytest.importorskip("transformers")
 HEAD = {0: "CONTRADICTION", 1: "Neutral-Claim", 2: "ENTAILMENT"}

@@ -7,9 +7,9 @@ import torch
 
 from tools.live_memory import peak_of_step
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.sections import OptimizerSection
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.adapters import add_adapter
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer

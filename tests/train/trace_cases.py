@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
-from weft.train.data_share import Share
-from weft.train.microbatches import Microbatches
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.tracer import StepTracer, TracedStep
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.base import Task

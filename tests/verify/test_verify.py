@@ -12,8 +12,8 @@ import pytest
 
 from weft.cli.app import run
 from weft.cli.verify import describe
-from weft.config.model_spec import decoder_spec, size_hides
 from weft.config.plan import Plan
+from weft.config.shapes.model_spec import decoder_spec, size_hides
 from weft.errors import WeftError
 from weft.verify import verifier as verify
 from weft.verify.matrix import legal

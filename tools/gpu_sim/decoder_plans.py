@@ -21,11 +21,11 @@ from tools.gpu_sim.plans import PaperReport
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.comm.rank_positions import members_of
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
 from weft.config.sections import OptimizerSection
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import WeftError
 from weft.models.registry import build_decoder
 from weft.monitor.step_times import Meter

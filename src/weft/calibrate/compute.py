@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Axis
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.devices import access
 from weft.errors import ConfigError, Problem
 from weft.models.attention import rotate, rotation, see_causally

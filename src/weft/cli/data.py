@@ -140,7 +140,7 @@ def _load(arguments: list[str] | None) -> RunConfig:
     """
     from weft.config.files import load_config
     from weft.train.folder import run_folder
-    from weft.train.hub_names import download_all, resolved_config
+    from weft.train.states.hub_names import download_all, resolved_config
 
     given = list(arguments or [])
     path = Path(given.pop(0)) if given and "=" not in given[0] else None

@@ -305,7 +305,7 @@ def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, An
     """
     from weft.models.adapters import Adapted, adapt_layers, merge_adapter, train_more
     from weft.models.token_rows import find_rows
-    from weft.train.model_state import model_tensors, restore_model
+    from weft.train.states.model_state import model_tensors, restore_model
 
     record = Adapted.read(said)
     modules = dict(model.named_modules())

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.config.model_spec import ModelSpec, named_sizes
+from weft.config.shapes.model_spec import ModelSpec, named_sizes
 from weft.errors import ModelError, did_you_mean
 from weft.hub import downloaded_folder, is_hub_text
 from weft.units import format_count
@@ -29,7 +29,7 @@ def layout(
     `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
     from weft.cli.console import print_line
-    from weft.config.model_spec import size_hides
+    from weft.config.shapes.model_spec import size_hides
     from weft.models.inspect.find_layout import explain_layout
     from weft.parallel.tensor.read_layout import check_layout
 
@@ -57,7 +57,7 @@ def build_model(name: str) -> tuple[Any, Any]:
     """
     import torch
 
-    from weft.config.model_spec import model_names
+    from weft.config.shapes.model_spec import model_names
     from weft.models.inspect import hugging_face
 
     with torch.device("meta"):
@@ -73,7 +73,7 @@ def build_model(name: str) -> tuple[Any, Any]:
 
 
 def _from_size(name: str) -> Any:
-    from weft.config.model_spec import decoder_spec, model_names
+    from weft.config.shapes.model_spec import decoder_spec, model_names
     from weft.models.registry import build_decoder
 
     if name not in model_names():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from weft.cli.ckpt_check import changed_values, flat
+from weft.cli.checkpoints.ckpt_check import changed_values, flat
 from weft.cli.console import print_line, table
 from weft.errors import ConfigError, LaunchError, PlanError, nearest_name
 

@@ -83,7 +83,7 @@ def execute(spec: LaunchSpec) -> None:
         return
     from weft.cli.launch.replicas import Replicas
     from weft.train.folder import run_folder
-    from weft.train.hub_names import resolved_config
+    from weft.train.states.hub_names import resolved_config
 
     # Each launcher starts the ranks of one replica, whose number follows from the plan.
     launch = spec.config.launch.model_copy(update={"ranks": "all"})
@@ -216,7 +216,7 @@ def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
     Exit with rank 0's code if it failed, without repeating its report.
     """
     from weft.train.folder import RunFolder
-    from weft.train.hub_names import download_all
+    from weft.train.states.hub_names import download_all
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.registry import find_task
 
@@ -241,7 +241,7 @@ def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
     """
     from weft.config.files import parse_config
     from weft.train.folder import run_folder
-    from weft.train.hub_names import without_commits
+    from weft.train.states.hub_names import without_commits
 
     said: Any = None
     with suppress(ValueError, RecursionError):

@@ -65,8 +65,8 @@ def verify(
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
         raise ConfigError(f"{given}=: it selects among the plans of --all. Use it with --all.")
-    from weft.config.layout import Layout
-    from weft.config.model_spec import size_hides
+    from weft.config.fields.layout import Layout
+    from weft.config.shapes.model_spec import size_hides
     from weft.verify.rank_pool import start_imports
 
     start_imports(model)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from weft.config.cluster import DeviceSpec
 from weft.config.expected_values import first_line, keys_of, node_at, types_of, unknown_key, wrong_value
+from weft.config.fields.plan_text import is_auto, split_plan
 from weft.config.parsing import (
     COMMAND_LINE,
     DEFAULT,
@@ -26,7 +27,6 @@ from weft.config.parsing import (
     split_key,
 )
 from weft.config.plan import PLAN_FIELDS, Plan, auto_fields
-from weft.config.plan_text import is_auto, split_plan
 from weft.config.rules.config_rules import config_problems, in_config
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, PlanError, Problem, did_you_mean

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, overload
 
-from weft.config.layout import common_divisors
+from weft.config.fields.layout import common_divisors
 
 #: Bytes of fp32 master weights per bucket under ZeRO 0 to 2 on CPUs: large enough to amortize a collective's latency,
 #: small enough for several to be in flight.

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from weft.config import plan_values as kinds
-from weft.config.partitioning import CP_MODES, CP_WAYS
-from weft.config.plan_text import (
+from weft.config.fields import plan_values as kinds
+from weft.config.fields.plan_text import (
     FINE_SHARES,
     MEASURED_SHARES,
     SHARES,
@@ -29,8 +28,9 @@ from weft.config.plan_text import (
     split_plan,
     unknown_fields,
 )  # fmt: skip
-from weft.config.plan_values import described, descriptions, share_of
-from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, sync_of
+from weft.config.fields.plan_values import described, descriptions, share_of
+from weft.config.fields.wire_formats import COMPRESSES, GATHERS, WIRES, sync_of
+from weft.config.partitioning import CP_MODES, CP_WAYS
 from weft.errors import PlanError, Problem
 
 #: Mesh axes, outermost first by default. `ep` is not a separate axis: it reuses the ranks of dp_shard x cp x tp.

@@ -17,7 +17,7 @@ from weft.data.batches import tensors_in
 from weft.errors import DataError, ModelError
 from weft.hf.loading import rows_in
 from weft.parallel.pipeline.runtime import pipeline_of
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 from weft.train.step.update import StepMetrics
 

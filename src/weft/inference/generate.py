@@ -22,7 +22,7 @@ from weft.generation.requests import Completion, Request, Sampling
 from weft.inference.open_model import OpenedModel, open_model, read_facts
 from weft.inference.open_streamed import open_streamed
 from weft.inference.prompts import Prompt, cut_at, read_prompts, result_line
-from weft.train.state_io import gather, on_first
+from weft.train.states.state_io import gather, on_first
 from weft.train.tasks.generation import answers_chats, open_run
 from weft.units import format_seconds
 

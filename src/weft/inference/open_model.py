@@ -11,11 +11,11 @@ from torch import nn
 
 from weft.checkpoint.load import Checkpoint, load_checkpoint
 from weft.comm.mesh import Mesh, SubMesh, build_mesh
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check_plan
 from weft.config.rules.rule import Facts
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.data.text.tokenizer import Tokenizer, import_tokenizer
 from weft.errors import CheckpointError
 from weft.generation.stages import keep_stage
@@ -30,8 +30,8 @@ from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.magnitudes import load_base
 from weft.train.folder import RunFolder
-from weft.train.model_state import load_model, packed_source, restore_model
-from weft.train.state_io import on_first
+from weft.train.states.model_state import load_model, packed_source, restore_model
+from weft.train.states.state_io import on_first
 from weft.train.tasks.generation import find_checkpoint, longest_text, open_run, refuse_lone_adapter
 from weft.train.weights.decoder_files import base_of, decoder_of, tokenizer_of
 from weft.train.weights.published_weights import ADDED_ROWS, load_pretrained, pretrained_source

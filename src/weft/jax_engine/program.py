@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.fx import Node
 
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.errors import PlanError
 from weft.jax_engine.capture import Arrays, Captured

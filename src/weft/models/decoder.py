@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import ModelError
 from weft.models.attention import Attention, Rotation, Visible, hide_padding, rotation, see_causally
 from weft.models.experts import MoE

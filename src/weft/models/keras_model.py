@@ -154,7 +154,7 @@ def _own_variables(layer: Any) -> Iterator[Any]:
 
 
 def _check_plan(plan: Plan) -> None:
-    values = {"pp": plan.pp > 1, "cp": plan.cp > 1, "ep": plan.ep > 1, "sp": plan.sp, "compile": plan.compile}
+    values = {"pp": plan.pp > 1, "cp": plan.cp > 1, "ep": plan.ep > 1, "sp": plan.sp}
     values |= {"graphs": plan.graphs, "precision": plan.precision not in ("fp32", "fp64")}
     for field, is_set in values.items():
         if is_set:

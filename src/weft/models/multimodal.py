@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import ModelError, did_you_mean
 from weft.models.decoder import INIT_STD, Decoder
 from weft.models.speech import SpeechBlock, SpeechStem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.config.decoder_shape import DecoderSpec, shape_problems
+from weft.config.shapes.decoder_shape import DecoderSpec, shape_problems
 from weft.errors import ModelError
 from weft.models.decoder import Decoder
 from weft.models.initialize import initialise

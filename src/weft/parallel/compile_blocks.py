@@ -159,7 +159,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
         replace_class(block, CachelessBlock, captures=hugging_face.take_captures(block))
     options = {"custom_partitioner_fn": lean_partitioner(is_join)} if backend == "inductor" else None
     for block in blocks or [model]:
-        block.compile(backend=backend, options=options)
+        nn.Module.compile(block, backend=backend, options=options)  # models of Keras have another method of this name
         if recompute is not None and recompute.setting != "none":
             # In a recomputed block, layers and dropout change Python attributes in forward. Each forward resets them,
             # and the recomputation is already in the compiled graph, so torch.compile need not replay these effects.

@@ -22,7 +22,7 @@ from weft.comm.autograd import exchange, gather_slice, slice_to, sum_over
 from weft.comm.collectives import all_gather, start_all_reduce
 from weft.comm.mesh import Axis, Mesh
 from weft.comm.pending import Pending
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import ModelError
 from weft.models.experts import (
     Experts,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from weft.comm.mesh import Mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
 from weft.devices import access
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
@@ -37,8 +37,8 @@ from weft.parallel.layers.index_check import watch_indices
 from weft.parallel.layers.rope_tables import track_row_lengths
 from weft.parallel.layers.state_mixers import separate_states
 from weft.parallel.local_means import refuse_frequencies, watch_local_means
-from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
+from weft.parallel.replicas.local_sgd import attach_local_sgd
 from weft.parallel.state.flat_slices import Original, dtype_growth_warning, originals_of
 from weft.parallel.state.gradients import DataParallel, attach, is_attached
 from weft.parallel.state.materialize import guard_model, move

@@ -17,7 +17,7 @@ from weft.rl.objective import TokenLosses
 from weft.rl.prompts import PromptRecord, decoded
 from weft.rl.scored import Rollout
 from weft.train.folder import RunFolder
-from weft.train.state_io import gather
+from weft.train.states.state_io import gather
 from weft.train.tasks.decoder_loss import IGNORE
 from weft.train.tasks.description import Forwards
 

@@ -14,13 +14,13 @@ import torch
 from weft.config import partitioning as shares
 from weft.config.sections import GrpoSection
 from weft.data.store.row_table import RowTable
+from weft.data.table_data import Rows, TableRecord
 from weft.data.text.tokenizer import Tokenizer
 from weft.data.text.turns import Unusable, read_turns
 from weft.errors import DataError
-from weft.train.data_share import Share
-from weft.train.microbatches import Microbatches
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.tasks.indexed import sample_index
-from weft.train.tasks.table_data import Rows, TableRecord
 
 
 def prompt_rows(records: Iterable[TableRecord], tokenizer: Tokenizer, column: str, longest: int) -> Rows:

@@ -22,7 +22,7 @@ from weft.rl.prompts import PromptRecord, decoded
 from weft.rl.rewards import RewardFunctions
 from weft.rl.rollout import Sampled
 from weft.train.folder import RunFolder
-from weft.train.state_io import gather
+from weft.train.states.state_io import gather
 from weft.train.tasks.decoder_loss import IGNORE
 from weft.train.tasks.description import Forwards, Which
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from weft.config.rules.rule import Facts
 from weft.config.sections import GrpoSection
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
 from weft.data.store.prepare import cache_folder, stop_ids
 from weft.data.store.prepared import PreparedData, ready_tokenizer
+from weft.data.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.errors import ConfigError, DataError, Problem
 from weft.generation.batch import Limits
 from weft.generation.requests import Sampling
@@ -34,14 +35,13 @@ from weft.rl.prompts import PromptBatches, decoded, prompt_rows
 from weft.rl.rewards import RewardFunctions
 from weft.rl.rollout import Dialogues, EngineSampler, Sampler, sample_prompts
 from weft.rl.scored import Rollout, RolloutFiles, TokenValues, score
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import mark
 from weft.train.folder import RunFolder, free_name
-from weft.train.microbatches import mark
 from weft.train.tasks.base import Report, setting_error
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.description import Forwards, Which, describe_folder
 from weft.train.tasks.distill import Teacher
-from weft.train.tasks.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.units import format_count, parse_seconds
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.train.batches.microbatches import Microbatches
     from weft.train.engine import Engine
     from weft.train.folder import RunFolder, run_folder
     from weft.train.hooks import Hook, Progress
     from weft.train.loop.trainer import Trainer
-    from weft.train.microbatches import Microbatches
     from weft.train.preparation import prepare_run
     from weft.train.rank_run import RunResult, Start, run_rank
     from weft.train.step.train_step import TrainStep
@@ -44,7 +44,7 @@ __getattr__ = loads(
         "Engine": ".engine",
         "Hook": ".hooks",
         "Metric": ".tasks.base",
-        "Microbatches": ".microbatches",
+        "Microbatches": ".batches.microbatches",
         "Progress": ".hooks",
         "RunFolder": ".folder",
         "RunResult": ".rank_run",

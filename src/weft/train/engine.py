@@ -17,7 +17,7 @@ from weft.config.run_config import RunConfig
 from weft.env import RankEnv
 from weft.monitor.metrics import LocalReports, ReportChannel
 from weft.monitor.step_times import Meter, TimeBook
-from weft.train.data_share import Batches
+from weft.train.batches.data_share import Batches
 from weft.train.folder import RunFolder
 from weft.train.tasks.base import Task
 

@@ -17,10 +17,10 @@ from weft.generation.ranks import MeshRanks
 from weft.generation.requests import Completion, Request, Sampling
 from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face
-from weft.parallel.local_sgd import anchored
+from weft.parallel.replicas.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel
-from weft.train.state_io import gather
-from weft.train.whole_copy import can_copy, whole_copy
+from weft.train.states.state_io import gather
+from weft.train.states.whole_copy import can_copy, whole_copy
 
 #: Models whose logits with a cache were compared. Each whole copy is a new model.
 _checked = weakref.WeakSet[nn.Module]()

@@ -18,7 +18,7 @@ from weft.comm.store import StoreChannel, share_store_key
 from weft.devices import access
 from weft.env import RankEnv
 from weft.train.engine import EngineJob
-from weft.train.state_io import rank_group
+from weft.train.states.state_io import rank_group
 from weft.units import parse_seconds
 
 

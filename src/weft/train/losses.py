@@ -29,7 +29,7 @@ from weft.parallel.batch_norm.norm_groups import SampleGroups
 from weft.parallel.local_means import is_hugging_face_output, sum_of_hugging_face
 from weft.parallel.pipeline.runtime import CountedLoss
 from weft.parallel.random.streams import SampleNumbers
-from weft.train.microbatches import LABELS
+from weft.train.batches.microbatches import LABELS
 
 #: Tensors with one row per sample: the output of forward for such a loss.
 Features = Sequence[torch.Tensor]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weft.config.cluster import ClusterSpec, device_by_torch_name, this_cpu
+from weft.config.fields.plan_text import is_auto
 from weft.config.plan import Plan, auto_fields
-from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig
 from weft.errors import PlanError, Problem, WeftError
 from weft.files import replace_text

@@ -7,8 +7,8 @@ import math
 import shlex
 from typing import Any
 
+from weft.config.fields.layout import Layout
 from weft.config.files import format_config
-from weft.config.layout import Layout
 from weft.config.parsing import as_toml
 from weft.config.plan import Plan
 from weft.config.rules.config_rules import config_problems

@@ -30,7 +30,7 @@ from weft.monitor.events import tail_events
 from weft.monitor.live import make_display
 from weft.monitor.step_times import TimeBook
 from weft.monitor.terminal import busy, print_wrapped
-from weft.train.batching_by_cost import StepBorders
+from weft.train.batches.batching_by_cost import StepBorders
 from weft.train.engine import Engine, EngineJob, ReplicaWorld
 from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, steps_left_out
@@ -115,8 +115,8 @@ def _digest(files: dict[str, Any]) -> str:
 # One rank's part of a run, from the run folder to the trained model, with any engine.
 
 #: The default engine, as text: engines belong to a higher layer, and importing them imports torch.
-TORCH = "weft.train.torch_engine:TorchEngine"
-JAX = "weft.train.jax_run:JaxEngine"
+TORCH = "weft.train.engines.torch_engine:TorchEngine"
+JAX = "weft.train.engines.jax_run:JaxEngine"
 
 
 @dataclass(frozen=True, slots=True)

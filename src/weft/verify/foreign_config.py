@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from weft.config.hugging_face_config import image_shape, resize
+from weft.config.shapes.hugging_face_config import image_shape, resize
 from weft.errors import ModelError
 from weft.models.inspect import dry_run, hugging_face
-from weft.train.microbatches import call_model
+from weft.train.batches.microbatches import call_model
 from weft.train.tasks.decoder_loss import IGNORE
 
 #: Settings of randomness in training: dropout, dropped layers, noise of routers, masks over a spectrogram.

@@ -13,11 +13,11 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.legal_plans import legal_plans
 from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
 from weft.config.rules.plan_rules import RULES
 from weft.config.rules.rule import Facts, Rule
+from weft.config.shapes.decoder_shape import DecoderSpec
 
 #: Plan fields that divide the work among ranks. All others only affect the work of one rank.
 LAYOUT_FIELDS = tuple(name for name, field in PLAN_FIELDS.items() if field.divides_work)

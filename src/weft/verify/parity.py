@@ -13,14 +13,14 @@ from torch import nn
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config import partitioning as shares
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.parallel.expert import ExpertBalance, balanced_routers
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero_flat.model import FlatModel
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
 

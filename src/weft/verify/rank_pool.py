@@ -141,7 +141,7 @@ class RankPool:
                 rank = waiting.pop(pipe)
                 try:
                     answers[rank] = pipe.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     answers[rank] = ("dead", ("the process ended without an answer", "", ""))
                 if answers[rank][0] != "done" and limit_s == self._timeout_s:
                     # After a rank has failed, the others may wait for it forever: shorten their time limit.

@@ -20,15 +20,15 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from weft.config import partitioning as shares
-from weft.config.decoder_shape import DecoderSpec, shape_problems
+from weft.config.fields.layout import Layout
 from weft.config.files import load_config
-from weft.config.hugging_face_config import decoder_shape
-from weft.config.layout import Layout
-from weft.config.model_spec import decoder_spec, model_names, resolve_decoder
 from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.config.sections import OptimizerSection
+from weft.config.shapes.decoder_shape import DecoderSpec, shape_problems
+from weft.config.shapes.hugging_face_config import decoder_shape
+from weft.config.shapes.model_spec import decoder_spec, model_names, resolve_decoder
 from weft.data.batches import map_tensors
 from weft.errors import ConfigError, ModelError
 from weft.hub import downloaded_folder, is_hub_text
@@ -37,10 +37,10 @@ from weft.models.inspect import dry_run, hugging_face
 from weft.models.inspect.dry_run import call_function
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
-from weft.train.data_share import Share
+from weft.train.batches.data_share import Share
+from weft.train.batches.microbatches import Microbatches, call_model
 from weft.train.folder import RunFolder
-from weft.train.hub_names import download_all, resolved_config
-from weft.train.microbatches import Microbatches, call_model
+from weft.train.states.hub_names import download_all, resolved_config
 from weft.train.tasks.base import Task
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.train.tasks.registry import find_task

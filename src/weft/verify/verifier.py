@@ -34,7 +34,7 @@ from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check_plan
 from weft.errors import CommError, ModelError, PlanError, WeftError
 from weft.private_torch import graph_task, tree_leaves
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.batch_check import Probed, causes_of
 from weft.verify.parity import ParityResult, See, Watch, train_case, train_plain
 from weft.verify.private_torch import run_backward

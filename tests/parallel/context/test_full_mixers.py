@@ -14,7 +14,7 @@ from weft.config.plan import Plan
 from weft.errors import ModelError, WeftWarning
 from weft.parallel.context.context import check_sequences
 from weft.parallel.context.full_mixers import FullSequenceMixers
-from weft.train.microbatches import call_model
+from weft.train.batches.microbatches import call_model
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.verify.parity import DecoderCase, train_case
 

@@ -15,17 +15,17 @@ from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.save import save_checkpoint
 from weft.comm import peer as lanes
 from weft.comm.mesh import build_mesh, join_group
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.sections import OptimizerSection
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.decoder import as_shapes
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.state.gradients import data_parallel
-from weft.train.microbatches import Microbatches
-from weft.train.model_state import resume
+from weft.train.batches.microbatches import Microbatches
+from weft.train.states.model_state import resume
 from weft.train.step.evaluation import mean_loss
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy

@@ -8,7 +8,7 @@ import torch
 from tests.choice import gate_runs, product
 from tests.parallel.pipeline import cases
 from tests.parity.pipeline_cases import GPT2, SCHEDULES
-from weft.config.model_spec import ModelSpec
+from weft.config.shapes.model_spec import ModelSpec
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tools.live_memory import LiveTensors
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.parallel.layers.deferred_gradients import DeferredWeightGrad
 from weft.parallel.parallelize import Application, shard

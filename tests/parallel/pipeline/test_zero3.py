@@ -9,8 +9,8 @@ import torch
 
 from tests.choice import gate_runs
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.boundary import Carried
 from weft.parallel.pipeline.runtime import pipeline_of

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from weft.config.cluster import ClusterSpec
-from weft.config.model_spec import decoder_spec
 from weft.config.pipeline_schedule import build_schedule, flows
 from weft.config.plan import SCHEDULES, Plan
+from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory_terms import axis_groups, lanes
 from weft.planner.estimator import estimate

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from weft.config.cluster import ClusterSpec
-from weft.config.model_spec import decoder_spec
 from weft.config.partitioning import sent_bytes
+from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.cost import context as context_cost
 from weft.planner.cost.machine import Fabric, Tables, flash_s
 from weft.planner.cost.memory_terms import layer_bytes

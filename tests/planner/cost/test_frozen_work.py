@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from weft.config.cluster import ClusterSpec
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
+from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate
 from weft.planner.space.columns import Columns, Job

@@ -6,10 +6,10 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.config.cluster import ClusterSpec
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory_terms import passes_in_flight
 from weft.planner.estimator import Estimates, estimate

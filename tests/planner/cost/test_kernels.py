@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.config.cluster import ClusterSpec, device, devices
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
+from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.cost.layer import kernels, share_of
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, core_s, flash_s, gemm_s
 from weft.planner.estimator import estimate

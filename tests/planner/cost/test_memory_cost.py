@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.config.cluster import ClusterSpec
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import RECOMPUTES, Plan
 from weft.config.sections import AdapterSection
+from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.cost import memory_terms as loss_memory
 from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory import CLASSES

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
 from weft.config.sections import OptimizerGroup
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate
 from weft.planner.search.question import Question

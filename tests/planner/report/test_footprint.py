@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tools.live_memory import LiveTensors
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import NOT_BUILT, check
 from weft.config.rules.rule import Facts
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import decoder_spec
 from weft.memory.recompute import apply_recompute
 from weft.models.registry import build_decoder
 from weft.planner.report.verdict import Usage, activation_bytes, remedies

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import ModelSpec, decoder_spec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import ModelSpec, decoder_spec
 from weft.errors import ConfigError, WeftError
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate

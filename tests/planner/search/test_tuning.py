@@ -11,8 +11,8 @@ import pytest
 from weft import env
 from weft.cli.app import run
 from weft.config.files import load_config
-from weft.config.model_spec import decoder_spec
 from weft.config.sections import AdapterSection
+from weft.config.shapes.model_spec import decoder_spec
 from weft.errors import ModelError
 from weft.planner.report.scenario import what_fits
 from weft.planner.report.verdict import read_plan

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.comm.rank_positions import strides
-from weft.config.model_spec import ModelSpec, decoder_spec, model_names
 from weft.config.plan import AXES, PRECISIONS, RESHARDS, SCHEDULES, Plan
+from weft.config.shapes.model_spec import ModelSpec, decoder_spec, model_names
 from weft.planner.space.columns import CP_MODES, Columns, Job
 from weft.planner.space.shape import Shape
 

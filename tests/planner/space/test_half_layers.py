@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import decoder_spec
 from weft.models.registry import build_decoder
 from weft.parallel.layers.float8 import choose_float8
 from weft.planner.search.question import Question

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.spec.plans import plans
 from weft.config.cluster import device
-from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan, plan_fields
 from weft.config.rules.plan_rules import RULES
 from weft.config.rules.rule import Facts, Rule, UnknownFact
+from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.space.partial import BROKEN, KEPT, OPEN, PartialPlans, RuleReader, broken, crossed, verdicts
 
 FACTS = Facts(

@@ -9,9 +9,9 @@ import pytest
 
 from tests.comm import block8  # noqa: F401 (registers the wire)
 from weft.config.cluster import ClusterSpec
-from weft.config.model_spec import ModelSpec, decoder_spec
+from weft.config.fields.wire_formats import COMPRESSES, GATHERS, WIRES, wire_spec
 from weft.config.plan import Plan
-from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, wire_spec
+from weft.config.shapes.model_spec import ModelSpec, decoder_spec
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate
 from weft.planner.space.columns import Columns, Job, copy_bytes, state_bytes, weight_bytes, wire_bytes

@@ -19,11 +19,11 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.train.gpu_kernels import GpuKernels
+from weft.train.engines.gpu_kernels import GpuKernels
 from weft.comm.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel.parallelize import parallelize
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.config.run_config import RunConfig
 from weft.config.plan import Plan
 from tools.gpu_sim import compiled

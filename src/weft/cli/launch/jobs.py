@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.console import seconds_of
+from weft.config.fields.plan_text import is_auto
 from weft.config.plan import Plan
-from weft.config.plan_text import is_auto
 from weft.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from weft import env
 from weft.cli.launch.failure import Failure, first_failure, log_path
 from weft.cli.launch.start import Started, Starter
 from weft.cli.launch.switchboard import switchboard
+from weft.config.fields.plan_text import is_auto
 from weft.config.plan import Plan
-from weft.config.plan_text import is_auto
 from weft.devices.kinds import driver_files, noun
 from weft.errors import LaunchError, WeftError
 from weft.train.loop.signals import heeded_signals

@@ -110,9 +110,9 @@ def train_rank(
         # Import torch after the redirection, so that its warnings go to the log. In a fork it is already imported.
         with busy(terminal, "loading torch"):
             from weft.train.engine import ReplicaWorld
+            from weft.train.engines.torch_engine import TorchEngine  # noqa: F401 - the slow part, told by `busy`
             from weft.train.folder import RunFolder
             from weft.train.rank_run import Start, run_rank
-            from weft.train.torch_engine import TorchEngine  # noqa: F401 - the slow part, told by `busy`
 
         start = Start(
             locked=True,

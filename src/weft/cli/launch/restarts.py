@@ -14,8 +14,8 @@ from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import list_checkpoints
 from weft.cli.launch.failure import Failure
 from weft.cli.launch.launch import RankFailed
+from weft.config.fields.plan_text import is_auto
 from weft.config.plan import Plan
-from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, PlanError, TrainingHalted
 from weft.monitor.alerts import PauseFiles, with_settings

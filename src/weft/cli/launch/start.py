@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
     from weft.train.folder import RunFolder
 
-_OF_EVERY_RANK = ("torch", "weft.train.torch_engine", "weft.train.rank_run", "weft.monitor")
+_OF_EVERY_RANK = ("torch", "weft.train.engines.torch_engine", "weft.train.rank_run", "weft.monitor")
 _OF_DECODERS = ("weft.train.tasks.decoder", "weft.models")
 _OF_FOLDERS = ("transformers", "weft.train.tasks.folder_model", "weft.train.tasks", "weft.models")
 
@@ -162,9 +162,9 @@ class Preparation:
             WeftError: the subclass for the problem.
         """
         from weft.train.folder import run_folder
-        from weft.train.hub_names import download_all, resolved_config
         from weft.train.planned import chosen_line, record_choice, resolve_plan
         from weft.train.preparation import prepare_run
+        from weft.train.states.hub_names import download_all, resolved_config
 
         config = resolved_config(self.config, run_folder(self.config, self.replica))
         download_all(config, print_line)

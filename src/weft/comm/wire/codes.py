@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import pad
 
 from weft.comm.wire.wire_format import State, Wire
-from weft.config.wire_formats import WireSpec
+from weft.config.fields.wire_formats import WireSpec
 
 #: Size of the table, and number of values that are encoded at a time, so that they fit a core's cache.
 _DRAWS = 1 << 16

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weft.config.wire_formats import WireSpec, wire_spec
+from weft.config.fields.wire_formats import WireSpec, wire_spec
 from weft.errors import PlanError
 
 #: Tensors by name that one `encode` passes to the `encode` of the next step.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.config.fields.plan_text import is_auto
 from weft.config.plan import Plan
-from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig
 from weft.errors import PlanError, Problem
 

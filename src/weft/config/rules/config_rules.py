@@ -7,12 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from weft.config.cluster import DeviceSpec
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.layout import Layout
-from weft.config.model_spec import resolve_decoder
+from weft.config.fields.layout import Layout
+from weft.config.fields.plan_text import is_auto
 from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
-from weft.config.plan_text import is_auto
 from weft.config.rules.config_rule import ConfigRule, plan_of
 from weft.config.rules.engine_rules import JAX_RULES
 from weft.config.rules.monitor_rules import energy_problems, watch_problems
@@ -24,6 +22,8 @@ from weft.config.rules.table_rules import TABLE_RULES
 from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
 from weft.config.sections import TRAINS, AdapterSection
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import resolve_decoder
 from weft.devices.kinds import KINDS, obstacle
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 

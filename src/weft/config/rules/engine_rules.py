@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.config.plan_text import is_auto
+from weft.config.fields.plan_text import is_auto
 from weft.config.rules.config_rule import ConfigRule
 from weft.config.run_config import RunConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.config.layout import common_divisors, nearest
+from weft.config.fields.layout import common_divisors, nearest
 from weft.config.partitioning import batch_unit, choose_cp_mode, even_passes, num_chunks, ulysses_fits
 from weft.config.plan import AXES, Plan
 from weft.config.rules.rule import Facts, Rule, Violation, alternatives, asks

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.cluster import DeviceSpec
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import PLAN_FIELDS, Plan
-from weft.config.traced_model import Limit
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.traced_model import Limit
 from weft.errors import PlanError
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from weft.config.fields.wire_formats import wire_spec
 from weft.config.pipeline_schedule import FORMS
 from weft.config.plan import Plan
 from weft.config.rules.rule import Facts, Rule, asks
-from weft.config.wire_formats import wire_spec
 
 
 def _wrong_stages(plan: Plan, facts: Facts) -> bool:

@@ -426,7 +426,7 @@ def apply_transform(
 def masked(
     features_MT: NDArray[np.float32], count: int, num_frames: int, key: tuple[int | str, ...]
 ) -> NDArray[np.float32]:
-    """Return features with random time and frequency ranges set to the mean, in place.
+    """Set random time and frequency ranges of features to the mean, and return them.
 
     Args:
         features_MT: features, (bands, frames).

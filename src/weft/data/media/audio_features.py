@@ -204,10 +204,10 @@ class FolderFeatures:
 Features = LogMel | FolderFeatures
 
 
-def parse_features(told: dict[str, Any]) -> Features:
-    """Return the features that the JSON values `told` (the output of `to_json`) describe."""
+def parse_features(values: dict[str, Any]) -> Features:
+    """Return the features that JSON values (the output of `to_json`) describe."""
     kinds = {kind.kind: kind for kind in (LogMel, FolderFeatures)}
-    return kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})
+    return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
 
 
 def folder_features(folder: Path) -> tuple[Features, float | None]:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import LayerSpec, ModelSpec
-from weft.config.traced_model import DividedBytes, Growth, Matmul, TracedAttention, TracedLayer, TracedModel
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import LayerSpec, ModelSpec
+from weft.config.shapes.traced_model import DividedBytes, Growth, Matmul, TracedAttention, TracedLayer, TracedModel
 from weft.errors import ModelError
 from weft.models.inspect.blocks import CONTAINERS, Site, has_params, join_path, outermost
 from weft.models.inspect.dry_run import is_named

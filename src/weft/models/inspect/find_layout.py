@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import LayoutError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.layers import KnownModel, find_lm_head, input_embeddings, parent_of

@@ -1,6 +1,6 @@
 """Properties specific to transformers models: config, attention, documents. transformers is imported lazily.
 
-Config keys and their aliases are in `weft.config.hugging_face_config`.
+Config keys and their aliases are in `weft.config.shapes.hugging_face_config`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weft.config.hugging_face_config import image_shape, number
+from weft.config.shapes.hugging_face_config import image_shape, number
 from weft.errors import DataError, MissingExtra, ModelError
 from weft.hub import needed_code
 from weft.models.inspect.private_torch import forward_hooks

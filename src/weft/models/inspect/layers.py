@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from weft.config.hugging_face_config import number
-from weft.config.layout import Layout, Style
+from weft.config.fields.layout import Layout, Style
+from weft.config.shapes.hugging_face_config import number
 from weft.errors import ModelError
 from weft.private_torch import named_modules
 

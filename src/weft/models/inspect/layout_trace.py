@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import LayoutError, ModelError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.inspect.dry_run import call_traced, example_of, is_named

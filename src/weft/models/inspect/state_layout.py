@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.config.layout import Layout, Style
+from weft.config.fields.layout import Layout, Style
 from weft.models.inspect.blocks import class_before
 from weft.models.inspect.layers import Heads
 from weft.private_torch import named_modules

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from weft.config.layout import Style
+from weft.config.fields.layout import Style
 
 
 class TokensAt(NamedTuple):

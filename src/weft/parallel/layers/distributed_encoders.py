@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.comm.collectives import all_gather
 from weft.comm.mesh import Axis, Mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import LayoutError, ModelError
 from weft.models.initialize import BATCH_NORMS
 from weft.models.inspect import hugging_face, layers

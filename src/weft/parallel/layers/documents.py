@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.config.hugging_face_config import number, resize
+from weft.config.shapes.hugging_face_config import number, resize
 from weft.data.batches import host_values
 from weft.devices import access
 from weft.errors import ModelError

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Axis, Mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.table_plans import table_plan_problems
 from weft.errors import CommError, LayoutError, ModelError, PlanError
 from weft.models.adapters import adapted

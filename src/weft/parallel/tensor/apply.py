@@ -16,7 +16,7 @@ from torch import nn
 from weft.comm.autograd import prepare_operators
 from weft.comm.collectives import broadcast
 from weft.comm.mesh import Axis, Mesh
-from weft.config.layout import Layout, Style
+from weft.config.fields.layout import Layout, Style
 from weft.config.plan import Plan
 from weft.errors import LayoutError, PlanError, WeftWarning
 from weft.models.inspect import hugging_face, layers, token_flow

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from weft.config.layout import Layout, Style
+from weft.config.fields.layout import Layout, Style
 from weft.config.rules.rule import alternatives
 from weft.errors import LayoutError, PlanError
 from weft.models.inspect import layers

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.comm.autograd import copy_to, gather_from, gather_slice, slice_to
 from weft.comm.mesh import Axis
-from weft.config.layout import Layout, Style
+from weft.config.fields.layout import Layout, Style
 from weft.errors import LayoutError, PlanError
 from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face, layers, token_flow, token_regions

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.comm.mesh import Axis
-from weft.config.hugging_face_config import number
+from weft.config.shapes.hugging_face_config import number
 from weft.errors import ModelError
 from weft.models.adapters import AdaptedLinear, SingleProcess
 from weft.models.inspect import layers

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.comm.mesh import Axis, Mesh
-from weft.config.layout import Style
+from weft.config.fields.layout import Style
 from weft.errors import LayoutError, PlanError, Problem
 from weft.models.adapters import AdaptedLinear
 from weft.models.inspect import hugging_face, layers

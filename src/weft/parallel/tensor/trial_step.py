@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.comm.collectives import all_gather, all_reduce, broadcast
 from weft.comm.mesh import Axis
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.errors import LayoutError, PlanError, WeftError
 from weft.models.inspect import dry_run, layers
 from weft.parallel.state.placement import Placement

@@ -18,8 +18,8 @@ from weft.comm.transports.link import StreamWait
 from weft.comm.transports.scattered_tensor import Parts
 from weft.comm.wire.coder import Coder, Coders
 from weft.comm.wire.codes import RowCodes, RowSlice
+from weft.config.fields.wire_formats import WireSpec, wire_spec
 from weft.config.plan import Plan
-from weft.config.wire_formats import WireSpec, wire_spec
 from weft.devices import access
 from weft.errors import CommError
 from weft.parallel.private_torch import GatherBase, ReduceBase, gathered_parts, wrap_waits

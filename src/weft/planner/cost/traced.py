@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.traced_model import DividedBytes, TracedLayer
+from weft.config.shapes.traced_model import DividedBytes, TracedLayer
 from weft.planner.cost.machine import Tables, bytes_s, flash_s, gemm_s
 from weft.planner.space.shape import TracedShape
 

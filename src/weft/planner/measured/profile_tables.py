@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import ConfigError, Problem
 from weft.planner.cost.layer import EAGER_BYTES, layer_costs
 from weft.planner.cost.machine import RING_PASSES, Fabric, Tables, flash_s

@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from weft.config.cluster import ClusterSpec
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import ModelSpec
 from weft.config.rules.plan_rules import check
-from weft.config.traced_model import TracedModel
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import ModelSpec
+from weft.config.shapes.traced_model import TracedModel
 from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.measured.corrections import lesson_words
 from weft.planner.search.best_plans import answer

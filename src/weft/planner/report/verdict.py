@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.config.cluster import devices
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.fields.plan_text import split_plan
 from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
-from weft.config.plan_text import split_plan
 from weft.config.rules.plan_rules import LASTING, check
 from weft.config.rules.rule import Facts, Violation
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import PlanError, Problem
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, term_changes

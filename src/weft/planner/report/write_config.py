@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.config.model_spec import decoder_spec, model_names
+from weft.config.shapes.model_spec import decoder_spec, model_names
 from weft.errors import ConfigError, ModelError
 from weft.planner.search.candidate import Candidate
 from weft.units import format_bytes, format_count, format_seconds

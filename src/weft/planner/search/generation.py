@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.layout import common_divisors
+from weft.config.fields.layout import common_divisors
 from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.rules.plan_rules import CP_IN_INFERENCE, check
 from weft.config.rules.rule import Facts

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.hugging_face_config import read_numbers
-from weft.config.model_spec import ModelSpec, decoder_spec, model_names
 from weft.config.parsing import MODEL_CODE
-from weft.config.traced_model import FORMAT, Limit, TracedModel
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.hugging_face_config import read_numbers
+from weft.config.shapes.model_spec import ModelSpec, decoder_spec, model_names
+from weft.config.shapes.traced_model import FORMAT, Limit, TracedModel
 from weft.errors import ModelError, did_you_mean
 from weft.planner.cost.generation import CacheKind
 from weft.planner.space.shape import Shape, TracedShape
@@ -154,8 +154,8 @@ def _read_text(text: str) -> PlannedModel:
 
 def _read_run(path: Path) -> PlannedModel:
     from weft.config.files import load_config
-    from weft.config.model_spec import resolve_decoder
     from weft.config.rules.config_rules import least_vocab
+    from weft.config.shapes.model_spec import resolve_decoder
 
     config = load_config(path, ["plan=auto"]).config
     if config.task.name is not None:

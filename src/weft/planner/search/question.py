@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.layout import common_divisors
-from weft.config.model_spec import ModelSpec
+from weft.config.fields.layout import common_divisors
+from weft.config.fields.plan_text import split_plan
 from weft.config.partitioning import bucket_bytes
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
-from weft.config.plan_text import split_plan
 from weft.config.rules.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
 from weft.config.rules.rule import Facts, Rule
-from weft.config.traced_model import TracedModel
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import ModelSpec
+from weft.config.shapes.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem, did_you_mean
 from weft.planner.cost.machine import Tables
 from weft.planner.measured import profile_tables

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from weft.config import partitioning as shares
-from weft.config.layout import common_divisors
+from weft.config.fields.layout import common_divisors
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
 from weft.errors import PlanError
 from weft.planner.estimator import Estimates, estimate

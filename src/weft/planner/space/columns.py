@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.fields.plan_values import orders
+from weft.config.fields.wire_formats import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
 from weft.config.partitioning import CP_WAYS, choose_cp_mode, samples_per_microbatch
 from weft.config.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan
-from weft.config.plan_values import orders
-from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.planner.space.shape import Shape, Stack, TracedShape
 from weft.planner.space.trained_part import (
     AdapterSize,

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from weft.config import partitioning as shares
 from weft.config.cluster import ClusterSpec
-from weft.config.layout import common_divisors
+from weft.config.fields.layout import common_divisors
+from weft.config.fields.plan_values import SearchFacts
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
-from weft.config.plan_values import SearchFacts
 from weft.config.rules.rule import Facts, Rule
 from weft.planner.space.columns import Columns, Job, encoded
 from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, RuleReader, as_plan, broken, crossed

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from weft.config import partitioning as shares
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import DecoderWidths
 from weft.config.partitioning import bucket_bytes
-from weft.config.traced_model import TracedLayer, TracedModel
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import DecoderWidths
+from weft.config.shapes.traced_model import TracedLayer, TracedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

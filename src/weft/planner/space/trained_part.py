@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import DecoderWidths
-from weft.config.traced_model import TracedModel
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import DecoderWidths
+from weft.config.shapes.traced_model import TracedModel
 from weft.errors import ConfigError, Problem
 from weft.planner.space.shape import Shape
 from weft.units import counted, parse_count

@@ -18,7 +18,7 @@ from weft.checkpoint.prune import set_aside, set_unfinished_aside
 from weft.checkpoint.save import SavedSlice, save_slices
 from weft.config.run_config import RunConfig
 from weft.errors import CheckpointError, UnfitError
-from weft.train.batching_by_cost import StepBorders
+from weft.train.batches.batching_by_cost import StepBorders
 from weft.train.engine import GROUPS, Engine
 from weft.train.folder import RunFolder
 from weft.train.hooks import Progress, SaveEnd

@@ -15,7 +15,7 @@ from weft.monitor.events import StepRecord
 from weft.monitor.guards import GarbageTurns, SpikeWatch, mfu
 from weft.monitor.step_times import StepTimes, TimeBook, busy_seconds, memory_bytes, own_seconds
 from weft.optim.schedule import lr_factor
-from weft.train.batching_by_cost import StepBorders
+from weft.train.batches.batching_by_cost import StepBorders
 from weft.train.engine import Engine, LateResult, StepResult, TraceKind
 from weft.train.hooks import Hook, HookList, Progress, step_ranges
 from weft.train.loop.callbacks import (

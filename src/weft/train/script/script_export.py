@@ -17,13 +17,13 @@ from weft.errors import CheckpointError, ModelError
 from weft.models.adapters import adapted, merged_tensors
 from weft.models.keras_model import is_keras, with_full
 from weft.models.peft_files import save_adapter
-from weft.parallel.local_sgd import anchored
+from weft.parallel.replicas.local_sgd import anchored
 from weft.parallel.state.flat_slices import FlatSlice, Original, StateSource, flat_of, originals_of
 from weft.parallel.state.gradients import data_parallel, originals
 from weft.parallel.tables.model import table_weights
 from weft.private_torch import foreach_lerp_
-from weft.train.state_io import on_first
-from weft.train.whole_copy import full_tensors
+from weft.train.states.state_io import on_first
+from weft.train.states.whole_copy import full_tensors
 
 
 class Ema:

@@ -27,13 +27,13 @@ from weft.comm.gpu_settings import pick_device
 from weft.comm.hang_watch import WARN_AFTER_S, Watch
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.layout import Layout
-from weft.config.model_spec import ModelSpec
+from weft.config.fields.layout import Layout
+from weft.config.fields.plan_text import is_auto
 from weft.config.plan import Plan, auto_fields
-from weft.config.plan_text import is_auto
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import ModelSpec
 from weft.data.order.user_dataloader import ShardedLoader
 from weft.data.order.user_stream import StreamLoader
 from weft.errors import ConfigError, PlanError, did_you_mean
@@ -43,14 +43,14 @@ from weft.optim.build import options_of
 from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.expert import balance_routers
 from weft.parallel.local_means import global_mean, trust_loss
-from weft.parallel.local_sgd import rare_sync
 from weft.parallel.parallelize import parallelize
+from weft.parallel.replicas.local_sgd import rare_sync
 from weft.parallel.state.flat_slices import refuse_float64
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
 from weft.parallel.tables.model import add_tables, table_weights
+from weft.train.batches.microbatches import ForwardFn, from_loader
 from weft.train.losses import LossFn, give_float32
-from weft.train.microbatches import ForwardFn, from_loader
 from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_errors import report_user_errors
 from weft.train.script.script_state import ScriptState

@@ -26,18 +26,18 @@ from weft.generation.requests import Completion, Request, Sampling
 from weft.memory.offload import HostCopies
 from weft.models.adapters import adapted
 from weft.parallel.dropout.by_position import drops_of
-from weft.parallel.local_sgd import anchored
+from weft.parallel.replicas.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel, is_attached, originals
+from weft.train.batches.microbatches import ForwardFn, call_model
 from weft.train.generating import complete, limits_of
 from weft.train.loop.checkpointer import Checkpointer, Save
 from weft.train.losses import LossFn
-from weft.train.microbatches import ForwardFn, call_model
-from weft.train.model_state import adapter_state, copied, resume, state_slices, written
 from weft.train.script.script_export import Ema, export_adapter, export_keras, export_pretrained, moving_average
-from weft.train.state_io import on_each, rank_group
+from weft.train.states.model_state import adapter_state, copied, resume, state_slices, written
+from weft.train.states.state_io import on_each, rank_group
+from weft.train.states.whole_copy import full_tensors
 from weft.train.step.evaluation import mean_loss
 from weft.train.step.train_step import TrainStep
-from weft.train.whole_copy import full_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.random.streams import SampleNumbers
-from weft.train.microbatches import samples_in
+from weft.train.batches.microbatches import samples_in
 from weft.train.step.pure_forward import ForwardState, traceless
 from weft.train.step.small_forwards import Probed, Ran, Small, run_each, small_batches
 

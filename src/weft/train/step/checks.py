@@ -19,7 +19,7 @@ from weft.errors import CommError, WeftWarning
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.gradients import DataParallel
 from weft.parallel.state.stale_references import OriginalParameters
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.batch_check import check_first_batch
 from weft.train.step.gradient_check import BackwardCode, GradientProbe, check_gradients, needs_check, refuse_hooks
 from weft.train.step.passes import Accumulate, ModelState, Pipelined

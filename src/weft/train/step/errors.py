@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from weft.comm.mesh import Mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.rules.rule import Facts
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.devices import access
 from weft.errors import ModelError, OutOfMemory, WeftError
 from weft.models.inspect import layers
@@ -25,7 +25,7 @@ from weft.models.inspect.blocks import repeated_blocks
 from weft.monitor.step_times import memory_bytes
 from weft.planner.report import verdict as footprint
 from weft.private_torch import storage_key, tree_leaves
-from weft.train.microbatches import microbatch_size
+from weft.train.batches.microbatches import microbatch_size
 from weft.units import format_bytes, parse_bytes
 
 _P = ParamSpec("_P")

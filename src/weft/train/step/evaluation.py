@@ -24,16 +24,16 @@ from weft.parallel.context.context import (
     takes_full_samples,
 )
 from weft.parallel.dropout.drop_state import marked_samples
-from weft.parallel.local_sgd import anchored
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.random.streams import key_of
+from weft.parallel.replicas.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tensor.language_head import expect_labels
 from weft.private_torch import tree_map
+from weft.train.batches.microbatches import ForwardFn, Microbatches
 from weft.train.engine import Evaluation
 from weft.train.losses import GatheredFeatures, GlobalBatchLoss, LossFn, in_float32, needs_float32
-from weft.train.microbatches import ForwardFn, Microbatches
-from weft.train.state_io import on_first
+from weft.train.states.state_io import on_first
 from weft.train.tasks.base import Task
 from weft.train.tasks.description import Which
 

@@ -29,7 +29,7 @@ from weft.errors import ModelError, WeftError, WeftWarning
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.stale_references import hook_refusal
 from weft.private_torch import backward_calls, hooks_of_parameter, named_modules
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.batch_check import MAX_COPIED_BYTES, agree, limit_of
 from weft.train.step.pure_forward import ForwardState, owner_of_hook, traceless
 from weft.train.step.small_forwards import Small, small_batches

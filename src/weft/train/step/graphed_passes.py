@@ -26,8 +26,8 @@ from weft.parallel.expert import balanced_routers
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.gradients import DataParallel, data_parallel
 from weft.parallel.zero_flat.step import PassEnd, RecordedPasses
+from weft.train.batches.microbatches import ForwardFn
 from weft.train.losses import CheckedLoss
-from weft.train.microbatches import ForwardFn
 from weft.train.step.passes import Accumulate, Work
 
 # A batch in persistent memory, into which other batches of the same shapes are copied.

@@ -22,8 +22,8 @@ from weft.parallel.pipeline.runtime import CountedLoss, Inside, Pipeline, StepWo
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tensor.language_head import expect_labels
+from weft.train.batches.microbatches import ForwardFn, call_model
 from weft.train.losses import CheckedLoss, Features, GlobalBatchLoss, LossFn, is_own_code
-from weft.train.microbatches import ForwardFn, call_model
 
 # Model state that depends on the microbatches of a step.
 

@@ -25,7 +25,7 @@ from weft.parallel.pipeline.inner_gradients import PartialGradient
 from weft.parallel.pipeline.runtime import Pipeline
 from weft.parallel.random.streams import SampleNumbers
 from weft.private_torch import tree_leaves
-from weft.train.microbatches import samples_in, split_rows
+from weft.train.batches.microbatches import samples_in, split_rows
 from weft.train.step.pure_forward import ForwardState, changed_attributes
 
 #: Number of samples that run together; each half also runs separately.

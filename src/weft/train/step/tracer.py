@@ -19,12 +19,12 @@ from weft.data.batches import tensors_in
 from weft.errors import CommError, ModelError
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.gradients import data_parallel
-from weft.train.batching_by_cost import StepBorders
-from weft.train.data_share import Batches
+from weft.train.batches.batching_by_cost import StepBorders
+from weft.train.batches.data_share import Batches
+from weft.train.batches.microbatches import Microbatches, samples_in, samples_of, split_rows
 from weft.train.engine import TraceKind
 from weft.train.losses import GlobalBatchLoss
-from weft.train.microbatches import Microbatches, samples_in, samples_of, split_rows
-from weft.train.state_io import gather
+from weft.train.states.state_io import gather
 from weft.train.step.evaluation import each_output
 from weft.train.step.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
 from weft.train.tasks.base import Task

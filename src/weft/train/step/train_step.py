@@ -18,8 +18,8 @@ from weft.optim.step_decision import LossScale
 from weft.parallel.local_means import trust_loss
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.state.gradients import data_parallel
+from weft.train.batches.microbatches import BatchSplit, ForwardFn
 from weft.train.losses import CheckedLoss, GlobalBatchLoss, LossFn, expect_global_batch
-from weft.train.microbatches import BatchSplit, ForwardFn
 from weft.train.step.checks import FirstStep, ReplicaWatch, StepCheck
 from weft.train.step.errors import explains_failures
 from weft.train.step.graphed_passes import Graphed, GraphedPasses, graphed_passes

@@ -16,7 +16,7 @@ from weft.comm.mesh import Mesh
 from weft.data.batches import tensors_in
 from weft.devices import access
 from weft.optim.step_decision import LossScale, StepDecision, clip_factor
-from weft.parallel.local_sgd import RareSync, rare_sync
+from weft.parallel.replicas.local_sgd import RareSync, rare_sync
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
 from weft.train.step.checks import StepCheck, UpdateRatio

@@ -13,8 +13,8 @@ import numpy as np
 from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, Problem, WeftWarning
-from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
-from weft.train.data_share import Batches, MapDataset, Share
+from weft.train.batches.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs
+from weft.train.batches.data_share import Batches, MapDataset, Share
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class Task:
 
         The default calls model(x) for (x, y). For a dict it passes all entries except "labels" by name.
         """
-        from weft.train.microbatches import call_model
+        from weft.train.batches.microbatches import call_model
 
         return call_model(model, batch)
 
@@ -406,7 +406,7 @@ class Task:
     def show(self, folder: RunFolder, step: int) -> str:
         """Return sample output of the trained model at a saved step, for the end of a run, or "".
 
-        Called on the first rank only. `weft.train.model_state.restore_model` reads the weights from a checkpoint.
+        Called on the first rank only. `restore_model` of `weft.train.states.model_state` reads the weights.
         """
         return ""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.config.rules.rule import Facts
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
 from weft.data.media.mixed_items import MixedSample
 from weft.data.media.mixed_records import MixedRecords
 from weft.data.media.mixed_samples import PICTURE_MARK, SOUND_MARK
@@ -20,7 +20,7 @@ from weft.errors import DataError
 from weft.models.multimodal import build_media_decoder, build_media_pairs, encoder_tokens, sound_tokens
 from weft.optim.build import freeze
 from weft.parallel.pipeline.runtime import pipeline_of
-from weft.train.batching_by_cost import TokenCosts
+from weft.train.batches.batching_by_cost import TokenCosts
 from weft.train.losses import GlobalBatchLoss
 from weft.train.tasks.base import Metric
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy

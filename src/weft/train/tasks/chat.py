@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from weft.config.plan import Plan
 from weft.config.rules.rule import Facts
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
 from weft.data.media.chat_records import ChatAhead, ChatColumns, ChatItems, ChatRecords, ChatSurvey
 from weft.data.media.folder_processor import FolderProcessor, joined
 from weft.data.media.images import Look, read_picture
@@ -28,7 +28,7 @@ from weft.errors import DataError
 from weft.models.inspect import hugging_face
 from weft.monitor.plots import GridSample
 from weft.parallel.layers.documents import as_borders, attend_in_documents, reads_documents
-from weft.train.batching_by_cost import TokenCosts
+from weft.train.batches.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder
 from weft.train.tasks.base import Metric, ModelTask, Report, setting_error
 from weft.train.tasks.decoder_loss import perplexity, token_cross_entropy

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
+from weft.data.table_data import Rows, TableRecord, label_fields, label_id, label_text, settled_labels
 from weft.train.tasks.base import Metric
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.folder_task import IGNORED, FolderTask, padded
-from weft.train.tasks.table_data import Rows, TableRecord, label_fields, label_id, label_text, settled_labels
 
 _CLASSES = (
     Metric("accuracy", "", "share of the texts whose label the model names"),

@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_spec import ModelSpec, resolve_decoder
 from weft.config.rules.config_rules import least_vocab
 from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
-from weft.config.traced_model import Limit
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.model_spec import ModelSpec, resolve_decoder
+from weft.config.shapes.traced_model import Limit
 from weft.data.order.stream import SampleStream
 from weft.data.store.data_prompt import first_prompt
 from weft.data.store.prepare import cache_folder, check_trainable, prepare_data
@@ -25,7 +25,7 @@ from weft.data.store.prepared import PreparedData
 from weft.data.store.streamed import StreamedSequences
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import DataError
-from weft.train.data_share import Batches, Share
+from weft.train.batches.data_share import Batches, Share
 from weft.train.tasks.base import Metric, ModelTask, Report
 from weft.train.weights.decoder_files import data_of, decoder_of, keep_files, refuse_other_data, tokenizer_of
 from weft.units import format_count

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from weft.comm.mesh import Mesh
-from weft.config.hugging_face_config import number
 from weft.config.plan import Plan
-from weft.config.traced_model import Limit, TracedModel
+from weft.config.shapes.hugging_face_config import number
+from weft.config.shapes.traced_model import Limit, TracedModel
 from weft.errors import LayoutError, ModelError, WeftError
 from weft.models.adapters import adapted, add_adapter
 from weft.models.inspect import dry_run, hugging_face, layers
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from weft.config.run_config import RunConfig
-    from weft.train.data_share import MapDataset
+    from weft.train.batches.data_share import MapDataset
 
 #: Which weights to use: the model, the model without its adapter, or the second model.
 Which = Literal["model", "base", "second"]

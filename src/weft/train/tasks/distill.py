@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.hub import local_folder

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.pretrained import JoinedTensors
 from weft.checkpoint.safetensors_files import RawArray, block_of, tensor_of
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.hugging_face_config import config_of_decoder
+from weft.config.shapes.decoder_shape import DecoderSpec
+from weft.config.shapes.hugging_face_config import config_of_decoder
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import ConfigError, ModelError
 from weft.files import copy_companions
@@ -27,7 +27,7 @@ from weft.models.quantized_linear import BASE_FORMATS
 from weft.models.token_rows import TOKEN_ROWS, with_rows
 from weft.parallel.state.flat_slices import read_full
 from weft.train.folder import RunFolder
-from weft.train.model_state import expect_same_base, model_tensors, restore_model
+from weft.train.states.model_state import expect_same_base, model_tensors, restore_model
 from weft.train.tasks.registry import find_task
 from weft.train.weights.decoder_files import base_of, data_of, decoder_of, tokenizer_of
 from weft.train.weights.published_weights import ADDED_ROWS, ADDED_SUFFIX, pretrained_source

@@ -27,7 +27,7 @@ from weft.checkpoint.read_tensors import copy_part
 from weft.checkpoint.safetensors_files import torch_formats
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
 from weft.data.store.prepared import PreparedData
 from weft.errors import ConfigError, DataError, ModelError, Problem
 from weft.files import COMPANIONS, read_regular
@@ -40,7 +40,7 @@ from weft.parallel.expert import balance_routers
 from weft.parallel.layers.documents import call_in_documents, why_documents_mix
 from weft.parallel.state.flat_slices import StateSource, originals_of
 from weft.planner.search.model_source import PlannedModel, read_model
-from weft.train.batching_by_cost import TokenCosts
+from weft.train.batches.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder, run_folder
 from weft.train.tasks.base import setting_error
 from weft.train.tasks.description import describe_by_tracing

@@ -13,14 +13,14 @@ from torch import nn
 
 from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
+from weft.data.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.data.text.tokenizer_limits import bounded
 from weft.errors import DataError
-from weft.train.batching_by_cost import cost_limits, costs_of
+from weft.train.batches.batching_by_cost import cost_limits, costs_of
 from weft.train.folder import RunFolder, free_name
 from weft.train.tasks.base import ModelTask, Report
 from weft.train.tasks.folder_model import HeadedModel, own_pad
-from weft.train.tasks.table_data import Rows, SplitTables, TableReader, TableRecord
 
 if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel

@@ -14,9 +14,9 @@ import torch
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.checkpoint.object_store import Location
 from weft.comm.gpu_settings import pick_device
-from weft.config.hugging_face_config import number
 from weft.config.run_config import SampleSection
 from weft.config.sections import TRAINS
+from weft.config.shapes.hugging_face_config import number
 from weft.data.store.data_prompt import FirstPrompt, first_prompt, is_chat
 from weft.data.store.prepare import stop_ids
 from weft.data.text.tokenizer import Tokenizer, import_tokenizer
@@ -31,7 +31,7 @@ from weft.models.inspect import hugging_face
 from weft.models.registry import build_decoder
 from weft.train.folder import RunFolder
 from weft.train.generating import complete
-from weft.train.model_state import restore_model
+from weft.train.states.model_state import restore_model
 from weft.train.tasks.description import Forwards
 from weft.train.weights.decoder_files import base_of, data_of, decoder_of, tokenizer_of
 from weft.train.weights.published_weights import ADDED_ROWS, load_pretrained

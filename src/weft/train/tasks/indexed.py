@@ -11,9 +11,9 @@ from weft.data.batches import map_tensors
 from weft.data.order.loader import Prefetch
 from weft.data.order.stream import permutation
 from weft.errors import DataError
-from weft.train.batching_by_cost import Costs, StepBorders
-from weft.train.data_share import MapDataset, Share
-from weft.train.microbatches import Microbatches
+from weft.train.batches.batching_by_cost import Costs, StepBorders
+from weft.train.batches.data_share import MapDataset, Share
+from weft.train.batches.microbatches import Microbatches
 
 if TYPE_CHECKING:
     from torch import nn

@@ -31,7 +31,7 @@ from weft.errors import CheckpointError, DataError, ModelError
 from weft.models.speech import build_speech_model
 from weft.models.vision import build_image_model
 from weft.monitor.plots import GridSample
-from weft.train.batching_by_cost import TokenCosts
+from weft.train.batches.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder, free_name
 from weft.train.tasks.base import Metric, Report, Task
 from weft.units import format_count

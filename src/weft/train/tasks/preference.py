@@ -16,8 +16,8 @@ from torch import nn
 
 from weft.errors import DataError, did_you_mean
 from weft.planner.space.trained_part import FrozenWork
-from weft.train.data_share import Batches, Share
-from weft.train.microbatches import Microbatches
+from weft.train.batches.data_share import Batches, Share
+from weft.train.batches.microbatches import Microbatches
 from weft.train.tasks.base import Metric, Report, Task, setting_error
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.description import Forwards, Which

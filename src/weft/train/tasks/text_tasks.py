@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
 from weft.data.order.stream import derive_key
 from weft.data.store.row_table import RowTable
+from weft.data.table_data import Rows, TableRecord, label_fields
 from weft.data.text.chat_template import ChatTemplate
 from weft.data.text.documents import Document, read_pair
 from weft.data.text.records import Record
@@ -29,7 +30,6 @@ from weft.train.tasks.base import Metric, Task, setting_error
 from weft.train.tasks.classification import NO_SP
 from weft.train.tasks.decoder_loss import perplexity, token_cross_entropy
 from weft.train.tasks.folder_task import IGNORED, FilledUp, FolderTask, called, padded, padded_length, tokenised
-from weft.train.tasks.table_data import Rows, TableRecord, label_fields
 
 if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel

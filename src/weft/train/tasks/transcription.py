@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.config.rules.rule import Facts
-from weft.config.traced_model import Limit
+from weft.config.shapes.traced_model import Limit
 from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import Features, folder_features
 from weft.data.media.files import RecordColumns
@@ -22,7 +22,7 @@ from weft.data.store.prepare import cache_folder
 from weft.errors import DataError
 from weft.models.inspect import hugging_face
 from weft.parallel.pipeline.runtime import pipeline_of
-from weft.train.batching_by_cost import TokenCosts
+from weft.train.batches.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder
 from weft.train.tasks.base import Metric, ModelTask, Report, setting_error
 from weft.train.tasks.captioning import LOOK_EVERY, any_goes_on, edit_distance

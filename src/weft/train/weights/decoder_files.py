@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.data.store.prepared import PreparedData
 from weft.errors import CheckpointError, DataError
 from weft.files import copy_companions, copy_regular

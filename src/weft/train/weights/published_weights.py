@@ -19,7 +19,7 @@ from weft.checkpoint.pretrained import Computed, Joined, JoinedTensors, StoredWe
 from weft.checkpoint.safetensors_files import RangedTensors
 from weft.errors import CheckpointError
 from weft.parallel.state.flat_slices import StateSource, originals_of, read_full
-from weft.train.model_state import model_tensors
+from weft.train.states.model_state import model_tensors
 
 _SHOWN = 3
 #: File in a run's copy of a folder with the rows that were added to embeddings: tensors with this suffix.

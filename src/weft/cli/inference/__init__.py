@@ -1,0 +1,1 @@
+"""Commands that apply trained models: texts, scores, lm-eval, any function."""

@@ -1,0 +1,1 @@
+"""Commands on this machine: measurements, checks, energy."""

@@ -1,0 +1,1 @@
+"""Commands that plan: plans of training and generation, their pages, compiled steps."""

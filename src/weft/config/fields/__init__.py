@@ -1,0 +1,1 @@
+"""Values of the fields of a plan: their checks, texts and formats."""

@@ -1,0 +1,1 @@
+"""Shapes of models: built-in sizes, configs of transformers, traced modules."""

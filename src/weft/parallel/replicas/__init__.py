@@ -1,0 +1,1 @@
+"""Replicas that synchronize after several steps."""

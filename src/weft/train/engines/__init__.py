@@ -1,0 +1,1 @@
+"""The PyTorch and JAX implementations of the engine interface."""

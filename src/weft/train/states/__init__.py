@@ -1,0 +1,1 @@
+"""States of models and optimizers: full copies, averages, names, reading and writing."""
