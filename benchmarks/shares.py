@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.partitioning import fastest_shares, microbatch_samples
 from weft.config.plan import Plan
+from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.decoder import Decoder
 from weft.monitor.step_times import Meter, own_seconds
 from weft.parallel.parallelize import parallelize
 from weft.planner.mixed.placement import GridProblem, GroupKind, all_splits, anneal, exact, split_of_one
-from weft.train.microbatches import Microbatches
+from weft.train.batches.microbatches import Microbatches
 from weft.train.step.train_step import TrainStep
 from weft.verify.rank_pool import RankPool
 

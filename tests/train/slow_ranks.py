@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.train.microbatches import samples_in
+from weft.train.batches.microbatches import samples_in
 from weft.train.step.passes import Accumulate
 
 SLEEP = "WEFT_TEST_SLEEP"

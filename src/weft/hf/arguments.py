@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from weft import env
+from weft.config.fields.plan_text import is_auto
 from weft.config.plan import PLAN_FIELDS, Plan
-from weft.config.plan_text import is_auto
 from weft.errors import ConfigError, PlanError
 
 #: Optimizers that update weights during backward, before gradients are reduced.

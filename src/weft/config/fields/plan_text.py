@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.layout import common_divisors
-from weft.config.plan_values import Counts, Integer, PlanField, Schema, SearchFacts
+from weft.config.fields.layout import common_divisors
+from weft.config.fields.plan_values import Counts, Integer, PlanField, Schema, SearchFacts
 from weft.errors import PlanError, Problem, did_you_mean, shown
 
 #: Value of `shares` that is measured before the first step. It is written "auto".

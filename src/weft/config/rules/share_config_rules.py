@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.config.layout import Layout
-from weft.config.plan_text import is_auto
+from weft.config.fields.layout import Layout
+from weft.config.fields.plan_text import is_auto
 from weft.config.rules.config_rule import ConfigRule, plan_of
 from weft.config.rules.share_rules import unsupported_with_shares
 from weft.config.run_config import RunConfig

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.checkpoint.load import list_checkpoints
 from weft.comm.mesh import Mesh
-from weft.config.layout import Layout
+from weft.config.fields.layout import Layout
 from weft.config.partitioning import ShareTimeline
 from weft.config.run_config import RunConfig
 from weft.data.batches import move_batch
