@@ -289,3 +289,29 @@ def test_batched_tensor_samples_are_not_split_into_a_list():
         loader, 1, 2, num_microbatches=2, as_batch=lambda parts, numbers, *_, **_kind: (parts, numbers)
     )
     assert [part.tolist() for part in parts] == numbers == [[1, 3]]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_unequal_shares_divide_the_same_batches(num_microbatches):
+    def loader() -> DataLoader:
+        return loader_of(40, 16, shuffle=True, drop_last=True)
+
+    def as_batch(batches, numbers, rows, *, is_plain, total):
+        assert total == 16
+        assert [len(batch[0]) for batch in batches] == [len(one) for one in numbers]
+        return list(zip(chain(*numbers), chain(*(batch[0].tolist() for batch in batches)), strict=True))
+
+    options = {"as_batch": as_batch, "num_microbatches": num_microbatches, "seed": 3}
+    whole = [[*map(tuple, batch)] for batch in ShardedLoader(loader(), 0, 1, **options)]
+    parts = [[*ShardedLoader(loader(), rank, 3, weights=(5, 2, 1), **options)] for rank in range(3)]
+    assert [[len(batch) for batch in part] for part in parts] == [[10, 10], [4, 4], [2, 2]]
+    assert [sorted(chain(*batches)) for batches in zip(*parts, strict=True)] == whole
+
+
+def test_batch_that_leaves_a_rank_without_samples_is_refused():
+    with pytest.raises(DataError) as caught:
+        ShardedLoader(loader_of(12, 4), 0, 2, weights=(7, 1))
+    assert str(caught.value) == (
+        "shares=7+1: a batch has fewer than 8 samples, so a rank may get none. Use batches of at least 8, with "
+        "drop_last=True, or more even shares."
+    )

@@ -172,6 +172,25 @@ CASES = [
     ("device-runs-plan", ["launch.device=hpu", "plan=compile=on"],
      "launch.device=hpu: the plan has compile=on, and torch.compile generates code for cpu, cuda, rocm and xpu only. "
      "Use compile=off."),
+    ("balance-needs-a-plan", ["balance=apply", "plan=auto"],
+     "balance=apply: the planner may choose a plan without shares. Write the plan, such as plan='dp_replicate=*'."),
+    ("balance-fits-the-plan", ["balance=apply", "plan=dp_replicate=2 sync=average:4"],
+     "balance=apply: unequal shares are not built with sync=average:4 yet. Use sync=step, or balance=tell."),
+    ("shares-have-known-tasks", ["plan=dp_replicate=2 shares=3+1", "task.name=embed", "model.path=base"],
+     "task.name=embed: unequal shares of ranks are not built with it yet. Use masked_lm, classify_text, "
+     "classify_tokens, seq2seq or the default task, or leave shares out."),
+    ("shares-have-even-batches", ["balance=apply", "data.batching=cost", "task.name=masked_lm", "model.path=base"],
+     "data.batching=cost: unequal shares of ranks are not built with it yet. Use data.batching=fixed, or leave "
+     "balance=apply out."),
+    ("shares-have-no-norm-groups", ["balance=apply", "train.norm_group=4"],
+     "train.norm_group=4: unequal shares of ranks are not built with it yet. Use train.norm_group=0, or leave "
+     "balance=apply out."),
+    ("shares-need-torch", ["plan=dp_replicate=2 shares=3+1", "launch.engine=jax"],
+     "launch.engine=jax: unequal shares of ranks are not built with it yet. Use launch.engine=torch, or leave shares "
+     "out."),
+    ("shares-have-no-tables", ["balance=apply", "layout=user=rows"],
+     "layout=user=rows: unequal shares of ranks are not built with it yet. Leave rows, columns and one out of layout, "
+     "or leave balance=apply out."),
     ("tables-fit-the-plan", ["layout=user=rows", "plan=dp_shard=2 zero=3"],
      "layout=user=rows: plan.zero=3: embedding tables of a layout are not built with it yet. Use zero=0, 1 or 2, or "
      "leave the tables out of layout."),

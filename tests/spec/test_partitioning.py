@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from weft.config.partitioning import (
     LossChunk,
+    ShareTimeline,
     batch_unit,
     divide_by_rank,
     divide_layers,
     even_passes,
+    fastest_shares,
+    largest_remainder,
     microbatch_samples,
+    nearest_shares,
     samples_per_microbatch,
     share_out,
 )
@@ -133,3 +137,53 @@ def test_loss_chunks_are_even_and_equal_in_planner_and_runtime(tokens, vocab, wi
 def test_even_passes_divide_the_batch(global_batch, data_ranks):
     rest_free = [n for n in range(1, global_batch + 1) if global_batch % batch_unit(data_ranks, n) == 0]
     assert even_passes(global_batch, data_ranks) == rest_free
+
+
+@given(st.integers(1, 96), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4))
+def test_unequal_shares_divide_the_same_samples_in_order(global_batch, weights, num_microbatches):
+    own = [
+        microbatch_samples(global_batch, len(weights), num_microbatches, rank, weights) for rank in range(len(weights))
+    ]
+    in_order = [sample for index in range(num_microbatches) for ranges in own for sample in ranges[index]]
+    assert in_order == list(range(global_batch))
+    counts = [sum(map(len, ranges)) for ranges in own]
+    exact = [global_batch * weight / sum(weights) for weight in weights]
+    assert all(abs(count - part) < 1 for count, part in zip(counts, exact, strict=True))
+    assert tuple(counts) == largest_remainder(global_batch, weights)
+    for ranges in own:
+        sizes = [len(one) for one in ranges]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 3))
+def test_equal_shares_are_equal_parts(samples, ranks, num_microbatches):
+    batch = samples * ranks * num_microbatches
+    for rank in range(ranks):
+        assert microbatch_samples(batch, ranks, num_microbatches, rank, (2,) * ranks) == microbatch_samples(
+            batch, ranks, num_microbatches, rank
+        )
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 3), st.integers(0, 40))
+def test_nearest_shares_leave_no_rank_without_samples(weights, least, more):
+    batch = least * len(weights) + more
+    counts = nearest_shares(batch, weights, least)
+    assert sum(counts) == batch
+    assert min(counts) >= least
+
+
+def test_timeline_has_the_shares_of_each_step():
+    timeline = ShareTimeline((3, 1))
+    timeline.change(4, ())
+    timeline.change(9, (1, 7))
+    assert [timeline.at(step) for step in (-1, 0, 3, 4, 8, 9, 100)] == [
+        (3, 1), (3, 1), (3, 1), (), (), (1, 7), (1, 7),
+    ]  # fmt: skip
+    timeline.change(4, (5, 3))
+    assert timeline.changes == [(0, (3, 1)), (4, (5, 3))]
+
+
+@pytest.mark.parametrize(("count", "speeds"), [(1, [1.0, 1.0]), (4, [1.0, 0.0]), (4, [1.0, float("inf")])])
+def test_shares_of_unusable_speeds_are_refused(count, speeds):
+    with pytest.raises(ValueError, match="cannot be divided"):
+        fastest_shares(count, speeds)

@@ -160,7 +160,7 @@ class ClusterSpec:
     Attributes:
         rack_nodes: nodes per rack (one leaf switch of the network), or 0 for a flat network.
         oversubscription: ratio of the bandwidth of a rack's adapters to its links to other racks.
-        kinds: number of devices of each kind in a mixed cluster; `device` then has the lowest rates of all kinds.
+        kinds, specs: name and count of each kind of a mixed cluster, and the kinds; `device` has the lowest rates.
     """
 
     nodes: int
@@ -169,6 +169,7 @@ class ClusterSpec:
     rack_nodes: int = 0
     oversubscription: float = 1.0
     kinds: tuple[tuple[str, int], ...] = ()
+    specs: tuple[DeviceSpec, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -180,7 +181,7 @@ class ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
         A single count larger than the device's largest node is divided into nodes of that size: "64xh100" is
-        "8x8xh100". "8xh100+2x8xa100" has nodes of several kinds; all run at the speed of the slowest. "4xcpu" is four
+        "8x8xh100". "8xh100+2x8xa100" has nodes of several kinds; `device` is the slowest. "4xcpu" is four
         ranks on this machine's cores. A device may be described: "8xnpu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s
         link=25GB/s".
 
@@ -396,14 +397,13 @@ def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
     if any(part.devices_per_node != size for part in parts):
         written = "+".join(f"{part.num_devices // size}x{size}x{part.device.name}" for part in parts)
         raise _error(f"cluster={text}: all nodes have one number of devices. Write e.g. '{written}'.")
-    counts: dict[str, int] = {}
-    for part in parts:
-        counts[part.device.name] = counts.get(part.device.name, 0) + part.num_devices
-    nodes = sum(part.nodes for part in parts)
+    specs = dict.fromkeys(part.device for part in parts)
+    counts = {spec: sum(part.num_devices for part in parts if part.device == spec) for spec in specs}
+    nodes, kinds = sum(part.nodes for part in parts), tuple((spec.name, count) for spec, count in counts.items())
     if len(counts) == 1:
         return replace(parts[0], nodes=nodes)
-    found = slowest_of([(part.device, part.num_devices) for part in parts])
-    return ClusterSpec(nodes=nodes, devices_per_node=size, device=found, kinds=tuple(counts.items()))
+    found = slowest_of([*counts.items()])
+    return ClusterSpec(nodes=nodes, devices_per_node=size, device=found, kinds=kinds, specs=(*counts,))
 
 
 def linked(spec: DeviceSpec, count: int) -> DeviceSpec:

@@ -180,7 +180,7 @@ SHORT: Mapping[str, str] = {"disk.free": "disk.free_bytes", "host.memory_free": 
 
 
 #: Events that a condition may test.
-EVENTS = ("failure", "held", "go_on", "end", "start", "warning", "checkpoint", "hang", "slow_rank", "trace")
+EVENTS = ("failure", "held", "go_on", "end", "start", "warning", "checkpoint", "hang", "slow_rank", "shares", "trace")
 Operator = Literal[">", ">=", "<", "<="]
 Unit = Literal["s", "steps", "evaluations"]
 

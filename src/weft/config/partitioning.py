@@ -6,6 +6,7 @@ The runtime and the planner both use these functions.
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,13 +110,114 @@ def share_out(count: int, num_parts: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[range]:
+def microbatch_samples(
+    global_batch: int, data_ranks: int, num_microbatches: int, rank: int, weights: Sequence[int] = ()
+) -> list[range]:
     """Return the samples of each microbatch of a rank, as indices in the global batch.
 
-    The batch is distributed in order: the first microbatch of every rank, then the second of every rank, and so on. So
-    ranks differ by at most one sample, as do microbatches. The last ones may be empty.
+    The batch is distributed in order: the first microbatch of every rank, then the second of every rank, and so on.
+    Without weights, ranks differ by at most one sample. A rank's microbatches differ by at most one sample. The last
+    ones may be empty.
+
+    Args:
+        global_batch: samples of an optimizer step.
+        data_ranks, num_microbatches: ranks with different samples, and microbatches per rank.
+        rank: index of the rank among the data ranks.
+        weights: the plan's `shares`, one per data rank; () for equal parts.
     """
-    return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
+    if not weights:
+        return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
+    return list(_unequal_samples(global_batch, tuple(weights), num_microbatches, rank))
+
+
+@functools.lru_cache(maxsize=64)
+def _unequal_samples(global_batch: int, weights: tuple[int, ...], num_microbatches: int, rank: int) -> list[range]:
+    counts = largest_remainder(global_batch, weights)
+    found: list[range] = []
+    first = 0
+    for index in range(num_microbatches):
+        sizes = [count // num_microbatches + (index < count % num_microbatches) for count in counts]
+        start = first + sum(sizes[:rank])
+        found.append(range(start, start + sizes[rank]))
+        first += sum(sizes)
+    return found
+
+
+def largest_remainder(count: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Divide `count` samples in proportion to the weights, in whole samples. The sum of the result is `count`.
+
+    Every part is rounded down, and the parts with the largest remainders get one more. Among equal remainders, earlier
+    parts do. Only integers are used, so every rank computes the same result.
+    """
+    total = sum(weights)
+    parts = [divmod(count * weight, total) for weight in weights]
+    sizes = [whole for whole, _ in parts]
+    order = sorted(range(len(parts)), key=lambda index: (-parts[index][1], index))
+    for index in order[: count - sum(sizes)]:
+        sizes[index] += 1
+    return tuple(sizes)
+
+
+def fastest_shares(count: int, speeds: Sequence[float], least: int = 1) -> tuple[int, ...]:
+    """Return the shares of `count` samples that minimize the time of the slowest rank, in lowest terms.
+
+    Every sample goes to the rank that would finish it first, which is optimal. Equal shares are returned as ().
+
+    Args:
+        count: samples of an optimizer step.
+        speeds: samples per second of each data rank.
+        least: samples that every rank must have, at least 1.
+
+    Raises:
+        ValueError: if there are too few samples, or a speed is not positive.
+    """
+    if count < least * len(speeds) or least < 1 or not all(0 < speed < math.inf for speed in speeds):
+        raise ValueError(f"{count} samples cannot be divided over {len(speeds)} ranks with speeds {speeds}")
+    sizes = [least] * len(speeds)
+    heap = [((least + 1) / speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(heap)
+    for _ in range(count - least * len(speeds)):
+        _, rank = heap[0]
+        sizes[rank] += 1
+        heapq.heapreplace(heap, ((sizes[rank] + 1) / speeds[rank], rank))
+    common = math.gcd(*sizes)
+    found = tuple(size // common for size in sizes)
+    return () if len(set(found)) == 1 else found
+
+
+def nearest_shares(count: int, weights: Sequence[int], least: int = 1) -> tuple[int, ...]:
+    """Return the shares nearest to `weights` that give every rank at least `least` of `count` samples, as counts.
+
+    Raises:
+        ValueError: if there are too few samples.
+    """
+    if count < least * len(weights):
+        raise ValueError(f"{count} samples are fewer than {least} for each of {len(weights)} ranks")
+    sizes = list(largest_remainder(count, weights))
+    for rank, size in enumerate(sizes):
+        for _ in range(least - size):
+            sizes[max(range(len(sizes)), key=sizes.__getitem__)] -= 1
+            sizes[rank] += 1
+    return tuple(sizes)
+
+
+class ShareTimeline:
+    """The shares of each step. They change between steps, and the changes are recorded.
+
+    Attributes:
+        changes: (first step, shares) in order of steps, counted from 0; shares () are equal parts.
+    """
+
+    def __init__(self, shares: Sequence[int] = ()):
+        self.changes: list[tuple[int, tuple[int, ...]]] = [(0, tuple(shares))]
+
+    def at(self, step: int) -> tuple[int, ...]:
+        """Return the shares of a step."""
+        return next(shares for first, shares in reversed(self.changes) if first <= max(0, step))
+
+    def change(self, step: int, shares: Sequence[int]) -> None:
+        """Use other shares from a step on. Later changes are dropped."""
+        self.changes = [one for one in self.changes if one[0] < step] + [(max(0, step), tuple(shares))]
 
 
 def divide_layers(

@@ -16,7 +16,9 @@ from typing import Any
 from weft.config.fields import plan_values as kinds
 from weft.config.fields.plan_text import (
     FINE_SHARES,
+    MEASURED_SHARES,
     SHARES,
+    ShareList,
     orders_near,
     read_values,
     recomputes,
@@ -86,6 +88,12 @@ class Plan:
         "Mesh axes in use, outermost first; by default in the order of this table. Neighbors on the innermost axis "
         "are neighbors on the machine.", nearby=orders_near, divides_work=False,
         tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
+    )
+    shares: tuple[int, ...] = described(ShareList(), (),
+        "Share of each data-parallel rank in the samples of a step, for devices of different speeds (`3+3+1+1`); by "
+        "default equal parts. Samples are divided by largest remainder. auto: measured before the first step. It "
+        "does not change results.", needs=("dp_replicate", "dp_shard"), tried=((),),
+        # Shares depend on the batch and the ranks: tests/parity/test_shares.py
     )
     zero: int = described(
         kinds.Integer(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
@@ -224,6 +232,11 @@ class Plan:
     def dp_size(self) -> int:
         """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def measures_shares(self) -> bool:
+        """True if the shares of the data-parallel ranks are measured before the first step."""
+        return self.shares == MEASURED_SHARES
 
     @property
     def microbatches_per_step(self) -> int:

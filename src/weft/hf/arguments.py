@@ -9,7 +9,7 @@ from torch import nn
 
 from weft import env
 from weft.config.fields.plan_text import is_auto
-from weft.config.plan import Plan
+from weft.config.plan import PLAN_FIELDS, Plan
 from weft.errors import ConfigError, PlanError
 
 #: Optimizers that update weights during backward, before gradients are reduced.
@@ -74,6 +74,9 @@ def plan_of(requested: str | Plan, args: Any, model: nn.Module | None) -> Plan:
             f"step. Leave {field} out of the plan, or set gradient_accumulation_steps={getattr(plan, field)}."
         )
     plan = plan.replace(**{field: number})
+    if plan.shares:
+        written = PLAN_FIELDS["shares"].kind.write(plan.shares)
+        raise PlanError(f"shares={written}: a trainer divides its batches evenly. Leave shares out.")
     if plan.sync != "step" or plan.graphs:
         name, value = ("graphs", "on") if plan.graphs else ("sync", plan.sync)
         other = "off" if plan.graphs else "step"

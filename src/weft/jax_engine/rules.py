@@ -55,7 +55,8 @@ def problems(plan: Plan) -> list[Problem]:
     for field in fields(Plan):
         value = getattr(plan, field.name)
         if field.name not in ruled | _USED and value != field.default:
-            text = f"{field.name}={value}: engine=jax does not have it. Use {field.name}={field.default}."
+            write = PLAN_FIELDS[field.name].kind.write
+            text = f"{field.name}={write(value)}: engine=jax does not have it. Use {field.name}={write(field.default)}."
             found.append(Problem(f"plan.{field.name}", text))
     return found
 

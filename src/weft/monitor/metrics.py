@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from weft.config.metrics import METRICS, series, split_series
 from weft.monitor.events import number
-from weft.monitor.stragglers import StragglerWatch, median_without
+from weft.monitor.stragglers import Advisor, StragglerWatch, median_without
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ class ReportJoiner:
     Args:
         every_s: seconds between reports.
         publish: called with the combined event.
-        groups, on_slow, clock: as in `Collector`.
+        groups, on_slow, clock, advisor: as in `Collector`.
     """
 
     def __init__(
@@ -306,7 +306,9 @@ class ReportJoiner:
         groups: Sequence[int],
         on_slow: Callable[[Mapping[str, object]], None] | None,
         clock: Callable[[], float],
+        advisor: Advisor | None = None,
     ):
+        self._advisor = advisor
         self._silent_s, self._publish, self._groups, self._on_slow = _SILENT_AFTER * every_s, publish, groups, on_slow
         self._clock, self._published = clock, clock()
         self._stragglers: StragglerWatch | None = None
@@ -326,7 +328,7 @@ class ReportJoiner:
         present = [{} if rank in silent else report for rank, report in enumerate(reports)]
         if len(reports) > 1 and self._on_slow is not None:
             if self._stragglers is None:
-                self._stragglers = StragglerWatch(self._groups or [0] * len(reports))
+                self._stragglers = StragglerWatch(self._groups or [0] * len(reports), self._advisor)
             for event in self._stragglers.observe(present):
                 self._on_slow(event)
         if not pace_only:
@@ -403,6 +405,7 @@ class Collector(threading.Thread):
         groups: a number for each rank that is equal for ranks that do the same work; () if all do.
         on_slow: on rank 0, called with an event when a rank becomes slow or recovers.
         clock: seconds since 1970, for tests.
+        advisor: on rank 0, proposes what to do about a slow rank.
     """
 
     def __init__(
@@ -418,11 +421,12 @@ class Collector(threading.Thread):
         groups: Sequence[int] = (),
         on_slow: Callable[[Mapping[str, object]], None] | None = None,
         clock: Callable[[], float] = time.time,
+        advisor: Advisor | None = None,
     ):
         super().__init__(name="weft-figures", daemon=True)
         self._host, self._board, self._every_s = host, board, every_s
         self._of_rank, self._of_host = [*of_rank], [*of_host]
-        self._joiner = None if publish is None else ReportJoiner(every_s, publish, groups, on_slow, clock)
+        self._joiner = None if publish is None else ReportJoiner(every_s, publish, groups, on_slow, clock, advisor)
         self._means, self._pace, self._newest = StepMeans(totals), PaceWriter(), dict[str, object]()
         self._queue: deque[StepReport] = deque()
         self._num_dropped = self._number = 0

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from weft.units import format_seconds
 
@@ -39,6 +39,23 @@ _CLUES = (
 _SCALE = {"gpu.sm_clock": 1e-9}
 
 
+class Advisor(Protocol):
+    """Proposes what to do about a slow rank.
+
+    Attributes:
+        since: steps up to this one are not compared, because the ranks had other work in them.
+    """
+
+    since: int
+
+    def advise(self, step: int, seconds: Sequence[float | None]) -> Mapping[str, object]:
+        """Return fields for the event, from the seconds of own work per step by rank.
+
+        "advice" is added to the event's text.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class _OneRank:
     """State of a rank. `own` is seconds by step until all peers report it. `ratios` are relative to its peers."""
@@ -57,9 +74,11 @@ class StragglerWatch:
 
     Args:
         groups: a number for each rank that is equal for ranks that do the same work.
+        advisor: proposes what to do about a slow rank; None for no proposals.
     """
 
-    def __init__(self, groups: Sequence[int]):
+    def __init__(self, groups: Sequence[int], advisor: Advisor | None = None):
+        self._advisor, self._since = advisor, 0
         self._groups = [[rank for rank, one in enumerate(groups) if one == group] for group in dict.fromkeys(groups)]
         self._group_of = groups
         self._ranks = [_OneRank() for _ in groups]
@@ -70,6 +89,9 @@ class StragglerWatch:
         Args:
             reports: reports of all ranks, in order; {} for a silent rank.
         """
+        if self._advisor is not None and self._advisor.since > self._since:
+            self._since = self._advisor.since
+            self._ranks = [_OneRank(newest=self._since) for _ in self._ranks]
         for rank, report in zip(self._ranks, reports, strict=True):
             _take(rank, report)
         heard = [bool(report) for report in reports]
@@ -148,8 +170,15 @@ class StragglerWatch:
         one.since = one.newest
         lag = max(lag, statistics.median(last))
         part, text = self._words(rank, lag, reports)
+        advice = {} if self._advisor is None else dict(self._advisor.advise(one.newest, self._seconds()))
+        if more := advice.pop("advice", ""):
+            text = f"{text}; {more}"
         return {"event": "slow_rank", "state": "fired", "rank": rank, "step": one.newest, "lag": round(lag, 3),
-                "part": part, "text": text}  # fmt: skip
+                "part": part, "text": text, **advice}  # fmt: skip
+
+    def _seconds(self) -> list[float | None]:
+        """Return the median seconds of own work of each rank's last steps."""
+        return [statistics.median(list(one.own_s)[-_LEAST:]) if one.own_s else None for one in self._ranks]
 
     def _words(self, rank: int, lag: float, reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         one = self._ranks[rank]

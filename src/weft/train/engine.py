@@ -11,6 +11,7 @@ from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import SavedSlice
 from weft.comm.heartbeat import Heartbeat
+from weft.config.partitioning import ShareTimeline
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.env import RankEnv
@@ -128,6 +129,7 @@ class EngineJob:
         world: this replica, if each replica is a separate process group.
         store_key: hex digits of the secret that signs the ranks' messages in the store. If empty, the ranks agree on
             one after joining.
+        timeline: shares of the data-parallel ranks by step.
     """
 
     folder: RunFolder
@@ -140,6 +142,7 @@ class EngineJob:
     record: Callable[[Mapping[str, object]], None] = lambda event: None
     world: ReplicaWorld | None = None
     store_key: str = field(default="", repr=False)
+    timeline: ShareTimeline = field(default_factory=ShareTimeline)
 
 
 def derive_seed(*parts: int) -> int:

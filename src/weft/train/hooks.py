@@ -71,6 +71,9 @@ class Hook:
     def on_action(self, step: int, wish: RunRequest) -> None:
         """Note that the ranks act on a request of a user or an alert after `step` steps."""
 
+    def on_shares(self, step: int, shares: str) -> None:
+        """Note that the data-parallel ranks have other shares of the samples after `step` steps."""
+
     def on_moved(self, before: int, step: int) -> None:
         """Note that training continues from `step` instead of `before`, because the other replicas are at that step."""
 
@@ -161,6 +164,7 @@ class Progress:
     best_by: str = "loss"
     evaluations_without_gain: int = 0
     lr_factor: float = 1.0  # factor on the schedule's rate, below 1 after a lower_lr request
+    shares: dict[str, Any] | None = None  # shares of the data-parallel ranks by step, if there are several ranks
 
     def __post_init__(self) -> None:
         if self.best_by == "loss" and self.best_value is None:  # from checkpoints without other metrics

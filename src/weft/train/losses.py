@@ -75,8 +75,13 @@ def expect_global_batch(plan: Plan) -> None:
     """Raise an error for plans under which no rank has the features of whole samples before backward.
 
     Raises:
-        PlanError: for pipeline parallelism, and for sharded sequences.
+        PlanError: for pipeline parallelism, sharded sequences, and unequal shares.
     """
+    if plan.shares:
+        raise PlanError(
+            "shares: the loss compares all samples of the global batch, and that is built for equal parts. Leave "
+            "shares out."
+        )
     if plan.pp > 1:
         raise PlanError(
             f"pp={plan.pp}: the loss compares all samples of the global batch, and a pipeline starts the backward of "

@@ -20,6 +20,7 @@ from weft import env
 from weft.checkpoint.object_store import located
 from weft.checkpoint.peer_copies import CopyHome
 from weft.checkpoint.save import require_space
+from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.energy.host_meter import HostMeter
 from weft.errors import ActionAsked, ConfigError
@@ -50,6 +51,8 @@ from weft.train.loop.reporting import Ending, RunLogger, already_done, closing_l
 from weft.train.loop.run_checkpoints import RunCheckpoints
 from weft.train.loop.signals import stop_on_signal
 from weft.train.loop.trainer import Trainer
+from weft.train.shares.balancer import Balancer, LiveShares
+from weft.train.shares.book import ShareBook
 from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
 from weft.units import parse_seconds
@@ -196,6 +199,7 @@ def run_rank(
             start.world,
             start.store_key,
         )
+        job.timeline.change(0, _first_shares(job.plan))
         fault = asked_fault(place.rank if place else 0, job.plan)
         drilled = FaultHook(fault, job.task, folder) if fault else None
         engine = cast(Callable[[EngineJob], Engine], named_object(start.engine))(job)
@@ -221,6 +225,11 @@ def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
     return ActionAsked(f"step {step}: going back to an older checkpoint{why}.", "roll_back", step)
 
 
+def _first_shares(plan: Plan) -> tuple[int, ...]:
+    """Return the shares of the first step: those of the plan, and equal ones until they are measured."""
+    return (1,) * plan.dp_size if plan.measures_shares else plan.shares
+
+
 class _RankRun:
     """Creates the components of one rank's run, and runs them."""
 
@@ -242,14 +251,12 @@ class _RankRun:
         if not others.rejoin(checkpoints, progress):
             return RunResult(progress.step, StopReason.REQUESTED.value)
         if progress.step >= self.config.train.last_step and not others.is_unsaved:
-            if engine.replicas is not None:
-                engine.replicas.end()
-            if is_first:
-                lines = already_done(self.folder, self.task, progress.step, self.start.command)
-                print_wrapped(self.terminal, [*notes, *lines])
-            return RunResult(progress.step, StopReason.FINISHED.value)
+            return self._done(progress.step, notes)
         start_step, book = progress.step, TimeBook()
-        observers = _observers(self.job, engine, self.terminal, began, book, progress, notes)
+        shares = ShareBook(self.folder.path, engine.plan, self.config.train.global_batch, self.job.timeline)
+        notes = [*notes, *shares.open(engine, progress)]
+        balancer = Balancer(engine, shares, self.config) if is_first else None
+        observers = _observers(self.job, engine, self.terminal, began, book, progress, notes, balancer)
         self.logger.display, self.logger.log = observers.recorder.display, observers.recorder.on_metrics
         trainer = Trainer(
             task=self.task,
@@ -261,6 +268,7 @@ class _RankRun:
             progress=progress,
             requests=observers.requests.take if observers.requests else tuple,
             is_unsaved=others.is_unsaved,
+            shares=LiveShares(engine, shares, progress, balancer, observers.recorder),
         )
         until_left.enter_context(stop_on_signal(engine))
         try:
@@ -288,6 +296,15 @@ class _RankRun:
             ending = Ending(progress, reason, shown, times)
             print_wrapped(self.terminal, closing_lines(self.folder, self.task, ending, self.start.command))
         return RunResult(progress.step, reason, parting)
+
+    def _done(self, step: int, notes: Sequence[str]) -> RunResult:
+        """Report that an earlier start did the last step."""
+        if self.engine.replicas is not None:
+            self.engine.replicas.end()
+        if self.engine.rank == 0:
+            lines = already_done(self.folder, self.task, step, self.start.command)
+            print_wrapped(self.terminal, [*notes, *lines])
+        return RunResult(step, StopReason.FINISHED.value)
 
 
 def _sample(engine: Engine, task: Task, folder: RunFolder, step: int) -> str:
@@ -343,6 +360,7 @@ def _observers(
     book: TimeBook,
     progress: Progress,
     notes: Sequence[str],
+    balancer: Balancer | None,
 ) -> _Observers:
     settings, limit, requests, recorder = job.config.monitor, None, None, NullRecorder()
     if engine.rank == 0:
@@ -352,7 +370,9 @@ def _observers(
     metrics = plan_watch = None
     meter, reports, energy = _energy(job, engine, recorder)
     if settings.figures:
-        metrics = MetricHook(engine, job.place, job.folder.path, parse_seconds(settings.every), recorder, reports)
+        metrics = MetricHook(
+            engine, job.place, job.folder.path, parse_seconds(settings.every), recorder, reports, balancer
+        )
     if engine.rank == 0:
         with engine.pulse.doing("runs the planner for its estimate"):
             plan_watch = PlanWatch.of(job.task, job.plan, engine.device, book, recorder)

@@ -84,7 +84,7 @@ class SampleCase:
     def microbatches(self, step: int, plan: Plan, dp_rank: int) -> Microbatches:
         """Return a rank's part of a step's global batch, divided by the plan."""
         samples = self.samples(step)
-        own = shares.microbatch_samples(len(samples), plan.dp_size, plan.microbatches_per_step, dp_rank)
+        own = shares.microbatch_samples(len(samples), plan.dp_size, plan.microbatches_per_step, dp_rank, plan.shares)
         return Microbatches.of_samples(samples.__getitem__, own, self.collate, len(samples))
 
 

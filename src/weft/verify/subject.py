@@ -403,12 +403,14 @@ class BuiltCase(SampleCase):
         if isinstance(self._data, dry_run.LoadedSamples):
             return super().microbatches(step, plan, dp_rank)
         if self._task is not None:
-            share = Share(self.settings.global_batch, plan.microbatches_per_step, dp_rank, plan.dp_size)
+            timeline = shares.ShareTimeline(plan.shares)
+            share = Share(
+                self.settings.global_batch, plan.microbatches_per_step, dp_rank, plan.dp_size, timeline=timeline
+            )
             batches = self._task.batches(share).batches(step)
             cut = Microbatches(batches)
             if cut.samples is None:
-                own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
-                cut = Microbatches(batches, own, total=share.global_batch)
+                cut = Microbatches(batches, share.own(step), total=share.global_batch)
             return cut.map(lambda batch: _floats(batch, DTYPES[self.settings.dtype]))
         return local_microbatches(self.batch(step), plan, dp_rank)
 

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check_plan
-from weft.errors import CommError, ModelError, WeftError
+from weft.errors import CommError, ModelError, PlanError, WeftError
 from weft.private_torch import graph_task, tree_leaves
 from weft.train.batches.microbatches import Microbatches
 from weft.train.step.batch_check import Probed, causes_of
@@ -415,6 +415,8 @@ def judge(verdict: Verdict, answers: list[RankAnswer]) -> None:
 
 def check_subject(subject: Subject, plan: Plan) -> None:
     """Raise PlanError if the plan breaks rules for this model and these sizes. The message lists all of them."""
+    if plan.measures_shares:
+        raise PlanError("shares=auto: a verification has no times to measure. Write numbers, such as shares=3+1.")
     check_plan(plan, subject.facts(plan.world_size))
 
 

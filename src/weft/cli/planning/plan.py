@@ -43,6 +43,8 @@ from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_m
 from weft.planner.search.question import Question, tuned_question
 
 if TYPE_CHECKING:
+    from weft.planner.mixed.answer import MixedAnswer
+    from weft.planner.search.candidate import Answer, Candidate
     from weft.train.tasks.base import Task
 
 Model = Annotated[
@@ -477,4 +479,14 @@ def _find(asked: Question, others: dict[str, Any]) -> Findings:
         comparison=None if pair is None else compare_plans(pair[0], pair[1], asked),
         scenarios=tuple(scenario.what_if(text, asked) for text in others["what_if"] or ()),
         compiled=step,
+        mixed=_mixed(found),
     )
+
+
+def _mixed(found: Answer[Candidate]) -> MixedAnswer | None:
+    """Return the plan with unequal shares on a cluster of several kinds, or None for one kind."""
+    if not found.question.cluster.kinds or found.best is None:
+        return None
+    from weft.planner.mixed.answer import mixed_answer
+
+    return mixed_answer(found.question, found.ranked)

@@ -26,6 +26,7 @@ from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from weft.jax_engine.compiled import CompiledStep
+    from weft.planner.mixed.answer import MixedAnswer
     from weft.planner.report.pictures import Drawing
     from weft.planner.report.scenario import Fit, Scenario
     from weft.planner.report.verdict import Comparison, WhyNot
@@ -40,7 +41,10 @@ NOTHING_FITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All results of one `weft plan` command. compiled: the step of the best plan, if it was compiled."""
+    """All results of one `weft plan` command.
+
+    compiled: the step of the best plan, if it was compiled. mixed: the plan of a cluster of several kinds.
+    """
 
     answer: Answer[Candidate]
     why_not: WhyNot | None = None
@@ -49,6 +53,7 @@ class Findings:
     sort: SortBy = "time"
     grid: float | None = None
     compiled: CompiledStep | None = None
+    mixed: MixedAnswer | None = None
 
     @property
     def only_judges(self) -> bool:
@@ -101,6 +106,8 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
             screen.print(_front(found))
             screen.print()
         screen.print(explain(found.answer.best, hour_price), markup=False, soft_wrap=True)
+    if found.mixed is not None:
+        screen.print("\n".join(["", *found.mixed.lines()]), markup=False, soft_wrap=True)
     if found.compiled is not None and found.answer.best is not None:
         lines = compiled_lines(found.answer.best, found.compiled)
         screen.print("\n".join(["", *lines]), markup=False, soft_wrap=True)
@@ -327,6 +334,8 @@ def print_json(found: Findings, top: int, hour_price: float | None) -> None:
              "plan": str(one.candidate.plan)}
             for one in energy_front(found.answer)
         ]  # fmt: skip
+    if found.mixed is not None:
+        table["mixed"] = report.mixed_table(found.mixed)
     if found.compiled is not None and found.answer.best is not None:
         table["compiled"] = compiled_table(found.answer.best, found.compiled)
     if found.answer.best is None:

@@ -3,12 +3,54 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weft.config.fields.layout import common_divisors
-from weft.config.fields.plan_values import Integer, PlanField, SearchFacts
-from weft.errors import PlanError, Problem, did_you_mean
+from weft.config.fields.plan_values import Counts, Integer, PlanField, Schema, SearchFacts
+from weft.errors import PlanError, Problem, did_you_mean, shown
+
+#: Value of `shares` that is measured before the first step. It is written "auto".
+MEASURED_SHARES = (0,)
+
+
+#: Shares with counts, as in "64x3+64x1"; the largest number of shares, and of equal ones that are written out.
+_REPEATED = re.compile(r"([1-9][0-9]{0,5}x)?[1-9][0-9]{0,8}(\+([1-9][0-9]{0,5}x)?[1-9][0-9]{0,8})*", re.ASCII)
+_MOST_SHARES, _LONG = 1_000_000, 5
+
+
+@dataclass(frozen=True, slots=True)
+class ShareList(Counts):
+    """Positive integers, one for each data-parallel rank; MEASURED_SHARES is written "auto"."""
+
+    def read(self, value: object) -> object:
+        if isinstance(value, str) and _REPEATED.fullmatch(value):
+            parts = [part.rpartition("x") for part in value.split("+")]
+            if sum(int(count or 1) for count, _, _ in parts) <= _MOST_SHARES:
+                return tuple(int(share) for count, _, share in parts for _ in range(int(count or 1)))
+        return MEASURED_SHARES if value == "auto" else Counts.read(self, value)
+
+    def check(self, name: str, value: object) -> tuple[int, ...]:
+        try:
+            return MEASURED_SHARES if value in ("auto", MEASURED_SHARES) else Counts.check(self, name, value)
+        except PlanError:
+            rule = "each data-parallel rank has a whole number, at least 1. Use e.g. "
+            raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=3+3+1+1, or {name}=auto.")]) from None
+
+    def write(self, value: Any) -> str:
+        if value == MEASURED_SHARES:
+            return "auto"
+        runs = [(share, len(list(run))) for share, run in itertools.groupby(value)]
+        return "+".join(f"{count}x{share}" if count >= _LONG else "+".join([str(share)] * count)
+                        for share, count in runs) or "none"  # fmt: skip
+
+    def words(self) -> str:
+        return f"{Counts.words(self)}, with a count for equal ones (`64x3+64x1`), or `auto`"
+
+    def schema(self) -> Schema:
+        return {"anyOf": [Counts.schema(self), {"type": "string", "pattern": f"^(auto|{_REPEATED.pattern})$"}]}
 
 
 def is_auto(text: str) -> bool:

@@ -17,6 +17,7 @@ from weft.config.rules.monitor_rules import energy_problems, watch_problems
 from weft.config.rules.optimizer_rules import OPTIMIZER_RULES
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
+from weft.config.rules.share_config_rules import SHARE_CONFIG_RULES
 from weft.config.rules.table_rules import TABLE_RULES
 from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
@@ -420,6 +421,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     *APART_RULES,
     *JAX_RULES,
+    *SHARE_CONFIG_RULES,
     ConfigRule(
         name="device-runs-plan",
         keys=("launch.device", "plan"),

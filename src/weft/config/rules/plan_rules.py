@@ -8,6 +8,7 @@ from weft.config.fields.layout import common_divisors, nearest
 from weft.config.partitioning import batch_unit, choose_cp_mode, even_passes, num_chunks, ulysses_fits
 from weft.config.plan import AXES, Plan
 from weft.config.rules.rule import Facts, Rule, Violation, alternatives, asks
+from weft.config.rules.share_rules import SHARE_RULES, SHARES_NOT_BUILT
 from weft.config.rules.technique_rules import GRAPH_RULES, PIPELINE_LASTING, PIPELINE_NOT_BUILT, WIRE_RULES
 from weft.errors import PlanError, Problem
 from weft.units import counted
@@ -200,7 +201,7 @@ ORDER_RULES: tuple[Rule, ...] = (
 
 
 #: Legal plans that the runtime does not support yet. Delete a rule when the runtime supports the plan.
-NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
+NOT_BUILT: tuple[Rule, ...] = (*PIPELINE_NOT_BUILT, *SHARES_NOT_BUILT)
 
 
 def _with_offload(plan: Plan, name: str, other: str) -> Plan:
@@ -296,8 +297,8 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="global-batch",
         field="train.global_batch",
-        reason="Every rank reads the same number of sequences in every microbatch of a step.",
-        predicate=lambda plan, facts: facts.global_batch % _batch_unit(plan) != 0,
+        reason="Without shares, every rank reads the same number of sequences in every microbatch of a step.",
+        predicate=lambda plan, facts: not plan.shares and facts.global_batch % _batch_unit(plan) != 0,
         finding=lambda plan, facts: (
             f"{counted(plan.dp_size, 'data-parallel rank')} x "
             f"{counted(plan.microbatches_per_step, 'microbatch', 'microbatches')} need a multiple of "
@@ -477,6 +478,7 @@ LASTING: tuple[Rule, ...] = (
         remedy="Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
         fix={"virtual_stages": 1},
     ),
+    *SHARE_RULES,
     *ORDER_RULES,
     *WIRE_RULES,
     *PIPELINE_LASTING,

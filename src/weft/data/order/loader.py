@@ -38,9 +38,10 @@ class Loader:
         dp_rank: this rank's position on the data-parallel axes.
         dp_size: number of ranks on them.
         pin: whether to allocate tensors in pinned memory.
+        timeline: shares of the ranks by step; None for equal parts.
 
     Raises:
-        DataError: if the global batch is not divisible into microbatches.
+        DataError: if parts are equal and the global batch is not divisible into microbatches.
     """
 
     def __init__(
@@ -52,23 +53,25 @@ class Loader:
         dp_rank: int,
         dp_size: int,
         pin: bool = False,
+        timeline: shares.ShareTimeline | None = None,
     ):
         unit = shares.batch_unit(dp_size, accumulation)
-        if global_batch % unit:
+        self._timeline = timeline or shares.ShareTimeline()
+        if not any(weights for _, weights in self._timeline.changes) and global_batch % unit:
             raise DataError(
                 f"train.global_batch={global_batch}: not a multiple of {unit} "
                 f"({dp_size} data-parallel ranks times {accumulation} microbatches). "
                 f"Use train.global_batch={-(-global_batch // unit) * unit}."
             )
         self._stream, self._global_batch, self._pin = stream, global_batch, pin
-        self._own = shares.microbatch_samples(global_batch, dp_size, accumulation, dp_rank)
+        self._division = global_batch, dp_size, accumulation, dp_rank
 
     def batches(self, step: int) -> list[Batch]:
         """Return the microbatches of optimizer step `step`, which starts at 0."""
         first = step * self._global_batch
         return [
             build_batch(self._stream, range(first + own.start, first + own.stop), len(own), pin=self._pin)
-            for own in self._own
+            for own in shares.microbatch_samples(*self._division, self._timeline.at(step))
         ]
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:

@@ -220,8 +220,8 @@ class ShardedLoader:
 
     The order is a function of (seed, epoch), so the global batches are equal for any number of ranks. A user's sampler
     or batch_sampler is iterated with generators seeded from (seed, epoch), equal on all ranks. The sample counts of
-    ranks differ by at most one. One `for` loop is one epoch, or the rest of it after `load_state_dict`. The state is
-    two integers.
+    ranks follow `weights`; without them, they differ by at most one. One `for` loop is one epoch, or the rest of it
+    after `load_state_dict`. The state is two integers.
 
     Args:
         loader: the user's loader. Its collate_fn, workers and memory options are kept.
@@ -234,6 +234,7 @@ class ShardedLoader:
         takes_empty: called at the start of an epoch, returns whether batches may have fewer samples than ranks. If
             None, they may not, and the constructor checks it.
         seed_samples: seed the global generators for each sample and each call to the collate function.
+        weights: the plan's shares, one per data rank; () for equal parts.
 
     Raises:
         DataError: if the global batches could differ between ranks, or, also during iteration, a batch has too few
@@ -251,11 +252,13 @@ class ShardedLoader:
         as_batch: AsBatch | None = None,
         takes_empty: Callable[[], bool] | None = None,
         seed_samples: bool = True,
+        weights: Sequence[int] = (),
     ):
         self._as_batch, self._num_microbatches = as_batch, num_microbatches
         self._slices = _Slices(
-            batches_of(loader, seed), dp_rank, dp_size, num_microbatches, takes_empty or (lambda: False), seed_samples
-        )
+            batches_of(loader, seed), dp_rank, dp_size, num_microbatches, takes_empty or (lambda: False), seed_samples,
+            tuple(weights),
+        )  # fmt: skip
         if takes_empty is None:
             self._slices.check()
         self._loader: DataLoader[Any] = DataLoader(
@@ -296,7 +299,7 @@ class ShardedLoader:
         if self._as_batch is None:
             return parts[0]
         slices, num_parts = self._slices, self._num_microbatches
-        everyone_has_some = global_batch >= slices.dp_size
+        everyone_has_some = slices.feeds_all(global_batch)
         numbers: Sequence[Sequence[int]] = slices.numbers_of(global_batch)
         if len(parts) < num_parts:  # all samples were collated together; the step splits them along dim 0
             if not everyone_has_some:
@@ -345,9 +348,9 @@ class _Slices(Sampler[list[Any]]):
 
     def __init__(
         self, batches: BatchIndices, dp_rank: int, dp_size: int, num_microbatches: int, takes_empty: Callable[[], bool],
-        gives_places: bool,
+        gives_places: bool, weights: tuple[int, ...] = (),
     ):  # fmt: skip
-        self._gives_places = gives_places
+        self._gives_places, self._weights = gives_places, weights
         self._batches, self._takes_empty, self._num_microbatches = batches, takes_empty, num_microbatches
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.epoch = 0
@@ -361,8 +364,26 @@ class _Slices(Sampler[list[Any]]):
 
     def check(self) -> None:
         """Raise DataError if a batch of the epoch leaves a rank without samples and `takes_empty` does not allow it."""
-        if not self._takes_empty():
+        if self._takes_empty():
+            return
+        if not self._weights:
             self._batches.check(self.epoch, self.dp_size)
+            return
+        least = -(-sum(self._weights) // min(self._weights))
+        try:
+            self._batches.check(self.epoch, least)
+        except DataError:
+            written = "+".join(map(str, self._weights))
+            raise DataError(
+                f"shares={written}: a batch has fewer than {least} samples, so a rank may get none. Use batches of at "
+                f"least {least}, with drop_last=True, or more even shares."
+            ) from None
+
+    def feeds_all(self, global_batch: int) -> bool:
+        """Return True if every rank has a sample of a global batch of this size."""
+        if self._weights:
+            return min(shares.largest_remainder(global_batch, self._weights)) > 0
+        return global_batch >= self.dp_size
 
     def size_of(self, number: int) -> int:
         """Return the number of samples in a global batch of the current epoch."""
@@ -383,7 +404,9 @@ class _Slices(Sampler[list[Any]]):
 
     def numbers_of(self, global_batch: int) -> list[range]:
         """Return the indices in a global batch of this rank's samples, by microbatch."""
-        return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
+        return shares.microbatch_samples(
+            global_batch, self.dp_size, self._num_microbatches, self.dp_rank, self._weights
+        )
 
     def _own(self, batch: Any) -> list[Any]:
         own = self.numbers_of(len(batch))

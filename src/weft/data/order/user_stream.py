@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -39,6 +39,7 @@ class StreamLoader:
         num_microbatches: number of microbatches of a rank's samples.
         as_batch: makes the value that `for` yields.
         total: returns the sum of a number over the data-parallel ranks.
+        weights: the plan's shares, one per data rank; () for equal parts.
 
     Raises:
         DataError: if the source cannot be read again, or is divided among ranks already, or `global_batch` is smaller
@@ -58,6 +59,7 @@ class StreamLoader:
         num_microbatches: int,
         as_batch: AsBatch,
         total: Callable[[int], int],
+        weights: Sequence[int] = (),
     ):
         _check(source, global_batch, dp_size)
         self._collate = CollateParts(collate_fn or default_collate, num_microbatches, counts_rows=True)
@@ -65,7 +67,7 @@ class StreamLoader:
         self._global_batch, self._dp_rank, self._dp_size = global_batch, dp_rank, dp_size
         most = getattr(source, "num_shards", 1) if callable(getattr(source, "shard", None)) else 1
         num_parts = count_parts(most, global_batch)
-        self._numbers = shares.microbatch_samples(global_batch, dp_size, num_microbatches, dp_rank)
+        self._numbers = shares.microbatch_samples(global_batch, dp_size, num_microbatches, dp_rank, weights)
         size = global_batch // num_parts
         own: dict[int, list[int]] = {}
         for number in chain(*self._numbers):

@@ -384,7 +384,7 @@ LEVELS = ("quiet", "good", "warning", "critical")
 _OF_KIND = {
     "start": "good", "end": "good", "checkpoint": "quiet", "copy": "quiet", "warning": "warning", "drift": "warning",
     "alert": "warning", "failure": "critical", "action": "warning", "held": "warning", "go_on": "good",
-    "hang": "critical", "slow_rank": "warning", "trace": "critical",
+    "hang": "critical", "slow_rank": "warning", "shares": "warning", "trace": "critical",
 }  # fmt: skip
 _OF_SEVERITY = {"info": "quiet", "warning": "warning", "error": "critical", "critical": "critical"}
 #: Events that are not marks: their numbers are shown as curves, or they repeat another event.

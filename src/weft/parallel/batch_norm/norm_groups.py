@@ -52,9 +52,14 @@ class SampleGroups:
     """Splits a global batch into groups of `size` samples. The last group of a batch may be smaller.
 
     Error messages contain `said` (the setting with its value) and `name` (the setting's name).
+
+    Raises:
+        ModelError: if the plan's ranks have unequal shares.
     """
 
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):
+        if mesh.plan.shares:
+            raise ModelError(f"{said}: groups of samples are built for equal parts of ranks. Leave shares out.")
         self.size, self._mesh, self._said, self._name = size, mesh, said, name
 
     def split_of(self, samples: SampleNumbers, index: int) -> GroupSplit:

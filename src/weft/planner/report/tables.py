@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from weft.planner.mixed.answer import MixedAnswer
 from weft.planner.report.explanation import band_of, context, time_by_rung
 from weft.planner.report.scenario import Scenario
 from weft.planner.report.verdict import Comparison, WhyNot
@@ -107,6 +109,17 @@ def comparison_table(found: Comparison) -> dict[str, Any]:
         "time": [{"term": name, "a_s": a, "b_s": b} for name, a, b in found.time_rows],
         "memory": [{"class": name, "a_bytes": a, "b_bytes": b} for name, a, b in found.memory_rows],
     }
+
+
+def mixed_table(found: MixedAnswer) -> dict[str, Any]:
+    """Return the plan of a mixed cluster, and the roles of kinds that are too slow, as JSON values."""
+    best = found.best
+    table: dict[str, Any] = {"roles": [dataclasses.asdict(role) for role in found.roles]}
+    if best is not None:
+        placement = [{"device": name, "ranks": count} for name, count in best.placement]
+        table |= {"plan": str(best.plan), "step_s": best.step_s, "even_s": best.even_s, "placement": placement,
+                  "exact": best.is_exact}  # fmt: skip
+    return table
 
 
 def scenario_table(found: Scenario) -> dict[str, Any]:

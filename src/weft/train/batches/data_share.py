@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weft.config import partitioning as shares
@@ -18,6 +18,7 @@ class Share:
         global_batch: samples of one optimizer step over all ranks.
         microbatches: number of microbatches of one rank.
         pin: if True, tensors are in pinned memory.
+        timeline: shares of the ranks by step, for unequal parts.
     """
 
     global_batch: int
@@ -25,11 +26,17 @@ class Share:
     rank: int = 0
     size: int = 1
     pin: bool = False
+    timeline: shares.ShareTimeline = field(default_factory=shares.ShareTimeline, compare=False)
 
     @property
     def rows(self) -> int:
-        """Samples of one microbatch on this rank."""
-        return shares.samples_per_microbatch(self.global_batch, self.size, self.microbatches)
+        """Samples of one microbatch on this rank, if all ranks have equal parts."""
+        return max(1, shares.samples_per_microbatch(self.global_batch, self.size, self.microbatches))
+
+    def own(self, step: int) -> list[range]:
+        """Return the samples of each microbatch of this rank in a step, as indices in the global batch."""
+        weights = self.timeline.at(step)
+        return shares.microbatch_samples(self.global_batch, self.size, self.microbatches, self.rank, weights)
 
 
 class MapDataset(Protocol):

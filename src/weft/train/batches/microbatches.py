@@ -20,7 +20,7 @@ from torch import nn
 
 from weft.comm.mesh import Mesh
 from weft.config import partitioning as shares
-from weft.config.plan import Plan
+from weft.config.plan import PLAN_FIELDS, Plan
 from weft.data.batches import move_batch, parts_of, tensors_in, with_parts
 from weft.data.order.stream import rows_of
 from weft.errors import ModelError, nearest_name
@@ -222,7 +222,7 @@ class Microbatches:
                 than tensors, containers, numbers and text.
         """
         count = samples_in(batch)
-        own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
+        own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank, plan.shares)
         runs = [part or own[0][:1] or range(1) for part in own]
         return cls(_Splitting(runs, count, f"plan={plan.format()}").split(batch, "batch"), own, total=count)
 
@@ -331,6 +331,12 @@ class BatchSplit:
             microbatches = [one for one, _ in moved.counted()]
         else:
             microbatches = microbatches_of(moved, self._plan)
+        if self._plan.shares and not isinstance(batch, Microbatches) and marked_samples(batch) is None:
+            written = PLAN_FIELDS["shares"].kind.write(self._plan.shares)
+            raise ModelError(
+                f"shares={written}: the samples of this batch are unknown, and ranks have unequal parts. Pass the "
+                "DataLoader through run.shard, and its batches to the step unchanged."
+            )
         return microbatches, samples_of(batch, len(microbatches), self._readers)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from weft.checkpoint.load import list_checkpoints
 from weft.comm.mesh import Mesh
 from weft.config.fields.layout import Layout
+from weft.config.partitioning import ShareTimeline
 from weft.config.run_config import RunConfig
 from weft.data.batches import move_batch
 from weft.devices import access
@@ -131,9 +132,10 @@ def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]
         axis.rank,
         axis.size,
         pin=access.pins_memory(mesh.device),
+        timeline=job.timeline,
     )
     passes = share.microbatches * (axis.size // mesh.data.size)
-    own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)
+    own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size, timeline=ShareTimeline())
     return job.task.batches(share), job.task.eval_batches(own)
 
 

@@ -12,10 +12,11 @@ from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.save import SavedSlice
 from weft.comm.mesh import Mesh
+from weft.config.partitioning import ShareTimeline, microbatch_samples
 from weft.config.run_config import RunConfig
 from weft.errors import ModelError
 from weft.memory.offload import HostCopies
-from weft.monitor.step_times import Meter
+from weft.monitor.step_times import Meter, own_seconds
 from weft.parallel.context.context import takes_full_samples
 from weft.parallel.replicas.local_sgd import rare_sync
 from weft.train.batches.data_share import Batches
@@ -35,12 +36,15 @@ from weft.train.step.train_step import TrainStep
 from weft.train.step.update import StepMetrics
 from weft.train.tasks.base import Task
 
+#: Passes that `pass_seconds` runs. The first one is not counted, because it allocates memory.
+_TIMED_PASSES = 3
+
 
 class StepInputs:
     """Makes the inputs of steps from a task's batches. All random seeds derive from the number of earlier steps."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, task: Task):
-        self._config, self._mesh, self._task = config, mesh, task
+    def __init__(self, config: RunConfig, mesh: Mesh, task: Task, timeline: ShareTimeline):
+        self._config, self._mesh, self._task, self._timeline = config, mesh, task, timeline
         # The ranks of cp have different tokens, and need different dropout masks.
         self._part = (mesh["cp"].rank,) if mesh.plan.cp > 1 else ()
 
@@ -56,7 +60,12 @@ class StepInputs:
         by_cost = self._config.data.batching == "cost"
         microbatches = Microbatches(self._task.before_step(batches), any_number=by_cost)
         seed, size, axis = self._config.seed, self._config.train.global_batch, self._mesh.reader
-        if not by_cost:
+        if weights := self._timeline.at(number):
+            own = microbatch_samples(size, axis.size, self._mesh.plan.microbatches_per_step, axis.rank, weights)
+            if microbatches.samples is None:
+                microbatches = Microbatches(list(microbatches), own, total=size)
+            firsts = [part.start for part in own]
+        elif not by_cost:
             num_micro = self._mesh.plan.microbatches_per_step
             each = size // (axis.size * num_micro)
             firsts = [(axis.rank + micro * axis.size) * each for micro in range(num_micro)]
@@ -125,7 +134,7 @@ class TorchEngine:
         self.plan, self.rank, self.device = self.mesh.plan, self.mesh.rank, str(self.mesh.device)
         self.pulse, self.ranks = self.mesh.pulse, self._rank.group
         self.meter = Meter(self.mesh.device, communication=self._rank.ledger)
-        self._inputs = StepInputs(job.config, self.mesh, job.task)
+        self._inputs = StepInputs(job.config, self.mesh, job.task, job.timeline)
         self.replicas: OtherWorlds | None = None
         self._step: TrainStep | None = None
         self._compiles = self.plan.compile
@@ -204,6 +213,18 @@ class TorchEngine:
         numbers = done.loss, done.grad_norm, done.num_tokens, done.loss_scale
         result = StepResult(*numbers, done.skipped, done.wants_stop, done.update_ratio)
         return result if self.replicas is None else self.replicas.after_step(result)
+
+    def pass_seconds(self, number: int) -> float:
+        """Return this rank's seconds for the forward and backward passes of a step, without waits. All ranks call it.
+
+        The weights and the random numbers of later steps do not change.
+        """
+        inputs, found = self._inputs.make(self.batches.batches(number), number), list[float]()
+        for _ in range(_TIMED_PASSES):
+            self.meter.begin_step()
+            self.train_step.compute_again(*inputs)
+            found.append(own_seconds(self.meter.end_step())["compute"])
+        return min(found[1:])
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
         """Repeat the computation of a step that went wrong, without an update, and return an event with the cause.

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 from weft.config.run_config import RunConfig
 from weft.errors import TrainingHalted
@@ -15,6 +16,19 @@ from weft.monitor.guards import NonFiniteGuard
 from weft.monitor.step_times import TimeBook
 from weft.train.engine import Engine
 from weft.train.hooks import Hook, Progress, SaveEnd
+
+
+class ShareChanges(Protocol):
+    """Changes of the ranks' shares between steps."""
+
+    def take(self) -> list[int] | None:
+        """Return the shares to use from the next step on, on rank 0; None without a change."""
+        ...
+
+    def change(self, shares: Sequence[int]) -> None:
+        """Use the shares from the next step on. All ranks call it."""
+        ...
+
 
 #: Requests after which the next start resumes from an older checkpoint.
 GOES_BACK = ("roll_back", "skip_data")
@@ -265,10 +279,16 @@ class Requests:
 
     Args:
         pending: returns the pending requests on rank 0; None if the run accepts no requests.
+        shares: changes of the ranks' shares, or None.
     """
 
-    def __init__(self, loop: LoopState, saves: Saves, pending: Callable[[], Sequence[RunRequest]] | None):
-        self._loop, self._saves, self._pending = loop, saves, pending
+    def __init__(
+        self, loop: LoopState, saves: Saves, pending: Callable[[], Sequence[RunRequest]] | None,
+        shares: ShareChanges | None = None,
+    ):  # fmt: skip
+        self._loop, self._saves, self._pending, self._shares = loop, saves, pending, shares
+        #: True if the shares changed, so that batches that were read ahead are not valid. The loop resets it.
+        self.has_new_shares = False
         #: The request that ended training, if any.
         self.parting: RunRequest | None = None
 
@@ -290,10 +310,15 @@ class Requests:
         """
         if self._pending is None:
             return Stop.of(StopReason.REQUESTED)
-        engine, pending = self._loop.engine, self._pending
+        engine, pending, changes = self._loop.engine, self._pending, self._shares
         engine.asks = False  # reset before reading: later requests are handled after the next step
         votes = engine.ranks.gather(b"stop" if engine.wants_stop else b"")
-        wants_stop, requests = engine.ranks.on_first(lambda: [b"stop" in votes, [asdict(one) for one in pending()]])
+        wants_stop, requests, shares = engine.ranks.on_first(
+            lambda: [b"stop" in votes, [asdict(one) for one in pending()], changes.take() if changes else None]
+        )
+        if changes is not None and shares is not None:
+            changes.change(shares)
+            self.has_new_shares = True
         for request in map(RunRequest.from_json, requests):
             self._loop.hooks.on_action(self._loop.step, request)
             if request.action == "checkpoint":

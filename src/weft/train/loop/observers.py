@@ -28,6 +28,7 @@ from weft.monitor.machine_metrics import GpuSource, HostSource
 from weft.monitor.metrics import Collector, StepReport
 from weft.monitor.plots import Artist, plot_loss
 from weft.monitor.step_times import TimeBook
+from weft.monitor.stragglers import Advisor
 from weft.planner.measured.corrections import measured_parts, parts_of
 from weft.train.engine import Engine, Evaluation
 from weft.train.folder import RunFolder
@@ -52,6 +53,7 @@ class MetricHook(Hook):
         recorder: on rank 0, receives the metric events of all ranks, and events about ranks that become slow or
             recover.
         energy: reads this machine's energy, on one rank of each machine.
+        advisor: on rank 0, proposes shares if a rank is slow.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class MetricHook(Hook):
         every_s: float,
         recorder: NullRecorder,
         energy: EnergyReports | None = None,
+        advisor: Advisor | None = None,
     ):
         measures, plan, is_first = engine.reports.measures(), engine.plan, engine.rank == 0
         host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
@@ -81,6 +84,7 @@ class MetricHook(Hook):
             # Compare only ranks of the same pipeline stage, because stages do different work. Only rank 0 compares.
             groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if is_first else 0)],
             on_slow=recorder.on_slow if is_first else None,
+            advisor=advisor,
         )
 
     def on_start(self, start_step: int) -> None:
@@ -304,6 +308,11 @@ class RunRecorder(NullRecorder):
     def on_slow(self, event: Mapping[str, object]) -> None:
         self._log.write(event)
         self._display.note(f"step {event['step']}: {event['text']}.")
+
+    def on_shares(self, step: int, shares: str) -> None:
+        text = f"from the next step on, the data-parallel ranks have shares={shares}"
+        self._log.write({"event": "shares", "step": step, "shares": shares, "text": text})
+        self._display.note(f"step {step}: {text}.")
 
     def on_moved(self, before: int, step: int) -> None:
         if step < before:  # readers discard events beyond this step

@@ -18,7 +18,16 @@ from weft.optim.schedule import lr_factor
 from weft.train.batches.batching_by_cost import StepBorders
 from weft.train.engine import Engine, LateResult, StepResult, TraceKind
 from weft.train.hooks import Hook, HookList, Progress, step_ranges
-from weft.train.loop.callbacks import Checkpoints, Evaluations, LoopState, Requests, Saves, Stop, StopReason
+from weft.train.loop.callbacks import (
+    Checkpoints,
+    Evaluations,
+    LoopState,
+    Requests,
+    Saves,
+    ShareChanges,
+    Stop,
+    StopReason,
+)
 from weft.train.tasks.base import Task
 
 #: Maximum number of consecutive bad steps to trace, because further ones have the same cause.
@@ -47,6 +56,7 @@ class Trainer:
         left_out: steps, counted from 1, that are skipped with their data.
         requests: returns the pending requests on rank 0; None if the run accepts no requests.
         is_unsaved: True if no checkpoint has the initial weights yet.
+        shares: changes of the ranks' shares between steps, or None.
     """
 
     task: Task
@@ -56,6 +66,7 @@ class Trainer:
     left_out: Collection[int] = ()
     requests: Callable[[], Sequence[RunRequest]] | None = None
     is_unsaved: bool = False
+    shares: ShareChanges | None = None
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
 
@@ -65,7 +76,7 @@ class Trainer:
         self._garbage = GarbageTurns(config.train.collect_every)
         self._evaluations = Evaluations(self._loop)
         self._saves = Saves(self._loop, self.checkpoints, is_unsaved=self.is_unsaved)
-        self._requests = Requests(self._loop, self._saves, self.requests)
+        self._requests = Requests(self._loop, self._saves, self.requests, self.shares)
         self._unread: _Launched | None = None
         self._has_moved = False
 
@@ -120,7 +131,7 @@ class Trainer:
         while stop is None and self.progress.step < num_steps:
             # A range of steps that are not skipped, unless an outer step changes the step.
             self.progress.step, end = next(step_ranges(self.progress.step, num_steps, self.left_out))
-            self._has_moved = False
+            self._has_moved = self._requests.has_new_shares = False
             with self.engine.batches.iterate(self.progress.step, end) as steps:
                 batches = iter(steps)
                 while not (stop or self._has_moved) and (found := self._next_batches(batches)) is not None:
@@ -202,6 +213,7 @@ class Trainer:
         if not guard.num_bad:
             self._saves.confirm(launched.number - 1)
         stop = self._requests.handle() if result.wants_stop else None
+        self._has_moved = self._has_moved or self._requests.has_new_shares
         return Stop.of(StopReason.OTHERS_ENDED) if result.is_over else stop
 
 

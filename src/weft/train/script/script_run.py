@@ -56,6 +56,7 @@ from weft.train.losses import LossFn, give_float32
 from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_errors import report_user_errors
 from weft.train.script.script_state import ScriptState
+from weft.train.shares.probe import probed_shares
 from weft.train.step.train_step import TrainStep
 from weft.units import parse_seconds
 
@@ -173,6 +174,7 @@ class Run(ScriptState):
             as_batch=from_loader,
             takes_empty=lambda: self._leaves_out,
             seed_samples=seed_samples,
+            weights=self.plan.shares,
         )
 
     def loader(
@@ -210,6 +212,7 @@ class Run(ScriptState):
         return StreamLoader(
             source, global_batch, data.rank, data.size, collate_fn=collate_fn, num_workers=num_workers, repeat=repeat,
             num_microbatches=self.plan.microbatches_per_step, as_batch=from_loader, total=total,
+            weights=self.plan.shares,
         )  # fmt: skip
 
     def train_step(
@@ -402,6 +405,9 @@ def init(
         report_user_errors()
     ledger = Ledger()
     mesh = build_mesh(plan, chosen, ledger.record, route, links)
+    if plan.measures_shares:
+        plan = plan.replace(shares=probed_shares(mesh))
+        mesh = build_mesh(plan, chosen, ledger.record, route, links)
     watch = Watch(mesh, _log, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
     return Run(plan, mesh, ledger, seed, watch)
 

@@ -370,6 +370,7 @@ class TokenData:
             dp_rank=share.rank,
             dp_size=share.size,
             pin=share.pin,
+            timeline=share.timeline,
         )
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:

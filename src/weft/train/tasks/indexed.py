@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from weft.config import partitioning as shares
 from weft.data.batches import map_tensors
 from weft.data.order.loader import Prefetch
 from weft.data.order.stream import permutation
@@ -97,7 +96,7 @@ class IndexedBatches:
     def _own(self, step: int) -> Sequence[Sequence[int]]:
         share = self._share
         if self._costs is None:
-            return _own_parts(share)
+            return share.own(step)
         found = self._divided.get(step)
         if found is None:
             indices = [self.locate(place)[1] for place in range(self.places.first(step), self.places.first(step + 1))]
@@ -165,7 +164,7 @@ class _EvalBatches:
         self._samples, self._share, self._collate, self._num_batches = samples, share, collate, num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        size, parts = self._share.global_batch, _own_parts(self._share)
+        size, parts = self._share.global_batch, self._share.own(0)
         own = [number for part in parts for number in part]
         try:
             for start in range(0, self._num_batches * size, size):
@@ -222,11 +221,6 @@ def _close(samples: MapDataset) -> None:
     close = getattr(samples, "close", None) if hasattr(samples, "many") else None
     if close is not None:
         close()
-
-
-def _own_parts(share: Share) -> list[range]:
-    """Return, for each microbatch of this rank, its range of samples in the global batch."""
-    return shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
 
 
 def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Callable[[int], Any] | None:

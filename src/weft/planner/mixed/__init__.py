@@ -1,0 +1,1 @@
+"""Clusters of unequal devices: plan, shares, split and placement searched together."""
