@@ -132,20 +132,7 @@ def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: 
         layer._modules.pop(VARIABLES, None)
     owned: set[int] = set()
     for layer in layers:
-        layer._modules[VARIABLES] = holder = _holder_of(layer, owned)
-        trained = {id(variable) for variable in layer._trainable_variables}
-        for variable in _own_variables(layer):
-            if id(variable) not in owned:
-                owned.add(id(variable))
-                _bind(variable, holder, is_parameter=id(variable) in trained)
-        if isinstance(holder, KerasConv1D):
-            holder.nx, holder.nf = holder.weight.shape
-            layer.__dict__["call"] = MethodType(_call_dense, layer)
-            if plan.tp > 1:
-                layer.input_spec = None
-        if isinstance(holder, KerasEmbedding):
-            layer.__dict__["call"] = MethodType(_call_embedding, layer)
-        layer.__dict__[_ADOPTED] = type(layer)
+        _adopt_layer(layer, owned, is_sharded=plan.tp > 1)
     _register_layers(model)
     every: Any = model
     missing = [variable.path for variable in every.variables if id(variable) not in owned]
@@ -154,6 +141,24 @@ def adopt_keras(model: nn.Module, plan: Plan, device: torch.device, data_ranks: 
     for name in ("fit", "train_on_batch"):
         model.__dict__[name] = _refuse_fit
     model.register_forward_pre_hook(_set_training, with_kwargs=True)
+
+
+def _adopt_layer(layer: Any, owned: set[int], *, is_sharded: bool) -> None:
+    """Register the variables of one layer that no earlier layer owns, and add them to `owned`."""
+    layer._modules[VARIABLES] = holder = _holder_of(layer, owned)
+    trained = {id(variable) for variable in layer._trainable_variables}
+    for variable in _own_variables(layer):
+        if id(variable) not in owned:
+            owned.add(id(variable))
+            _bind(variable, holder, is_parameter=id(variable) in trained)
+    if isinstance(holder, KerasConv1D):
+        holder.nx, holder.nf = holder.weight.shape
+        layer.__dict__["call"] = MethodType(_call_dense, layer)
+        if is_sharded:
+            layer.input_spec = None
+    if isinstance(holder, KerasEmbedding):
+        layer.__dict__["call"] = MethodType(_call_embedding, layer)
+    layer.__dict__[_ADOPTED] = type(layer)
 
 
 def _layers(model: Any) -> Iterator[Any]:
