@@ -115,6 +115,13 @@ class Record:
                 self._finish(entry)
         return torch.zeros(self.samples, dtype=torch.float64, device=device) if self._norms is None else self._norms
 
+    def add(self, other: Record) -> None:
+        """Add the norms of the same samples on another stage of this rank, after its backward."""
+        found = other.norms(torch.device("cpu") if other._norms is None else other._norms.device)
+        if other._norms is not None:
+            self._norms = found if self._norms is None else self._norms + found
+        self.partial.update(other.partial)
+
     @torch.no_grad()
     def weighted(self, weights_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield the weighted sums of the samples' gradients by parameter, and free their uses."""

@@ -1,0 +1,104 @@
+"""Refusals of plans, models and losses for which clipping sample by sample is not known to be right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from weft.config.plan import Plan
+from weft.errors import ModelError, PlanError, Problem
+from weft.models.experts import Router
+from weft.parallel.expert import ForeignRouter
+from weft.parallel.state.placement import AxisMap
+
+#: Values of the plan's fields under which private steps are tested, with the reason for others.
+_ALLOWED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "cp": ((1,), "the norm of a sample's gradient needs all its tokens on one rank"),
+    "ep": ((1,), "the rows of a sample are on several ranks"),
+    "precision": (("fp32", "fp64", "bf16"), "norms in fewer bits are not bounds"),
+    "reduce": (("fp32",), "rounded sums may exceed the bound of their samples"),
+    "compress": (("none",), "rounded sums may exceed the bound of their samples"),
+    "gather": (("none",), "per-sample gradients of rounded weights are not tested"),
+    "sync": (("step",), "local steps would each need noise of their own"),
+    "recompute": (("none",), "the recorder does not see a forward that runs again in backward"),
+    "mlp_tiles": ((1,), "the recorder does not see the tiles"),
+    "tp_chunks": ((1,), "the rows of a sample are not adjacent in chunks"),
+    "offload": (((),), "per-sample gradients of offloaded layers are not tested"),
+    "compile": ((False,), "the recorder does not see the operations of a compiled block"),
+    "graphs": ((False,), "the noise changes in each step"),
+}
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise PlanError, with all fields of a plan under which a private step is not known to be right."""
+    problems = [
+        Problem(name, f"{name}={_text(getattr(plan, name))}: with privacy, {reason}. Use {name}={_text(allowed[0])}.")
+        for name, (allowed, reason) in _ALLOWED.items()
+        if getattr(plan, name) not in allowed
+    ]
+    if problems:
+        raise PlanError(problems)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "+".join(value) or "none" if isinstance(value, tuple) else str(value)
+
+
+def check_model(model: nn.Module, axes: AxisMap, passes: int, plan: Plan) -> None:
+    """Raise ModelError for a module, or a placement, whose samples cannot be clipped one by one."""
+    for message in _model_problems(model, axes):
+        raise ModelError(message)
+    if passes == 1 and (plan.zero == 3 or plan.pp > 1):
+        field = "zero=3" if plan.zero == 3 else f"pp={plan.pp}"
+        raise PlanError(
+            f"privacy.passes=1: {field} reduces gradients before the norms are known. Use passes=0, which takes two."
+        )
+
+
+def _model_problems(model: nn.Module, axes: AxisMap) -> Iterator[str]:
+    for path, module in model.named_modules():
+        where = f"privacy: {path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, _BATCH_NORMS):
+            yield f"{where} mixes the samples of a batch. Use nn.GroupNorm or nn.LayerNorm."
+        if isinstance(module, Router) and module.spec.balance != "none":
+            yield (
+                f"{where} balances experts over the tokens of all samples, outside the clipped gradients. Use "
+                "model.balance=none."
+            )
+        if isinstance(module, Router) and module.spec.capacity_factor:
+            yield f"{where} drops tokens by the load of other samples. Use model.capacity_factor=0."
+        if isinstance(module, ForeignRouter):
+            yield f"{where} has a balance loss over all samples. Use balance_rate=0."
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    for name in sorted(trained):
+        placement = axes.placement(name)
+        if placement.name:
+            yield (
+                f"privacy: {name} shares its weight with a layer of another pipeline stage, and the norm of their sum needs "
+                "both on one rank. Use pp=1, or an untied head."
+            )
+        if placement.index is not None:
+            yield (
+                f"privacy: {name} has fewer heads than tp has ranks, so ranks hold the same rows. Use a tp of at most the "
+                "number of key-value heads."
+            )
+        if set(placement.cut) - {"tp"} or set(placement.partial) - {"tp"}:
+            yield f"privacy: {name} is divided over {'*'.join(placement.cut or placement.partial)}. Divide it over tp only."
+
+
+def check_batch(batch: Any, num_rows: int) -> None:
+    """Raise ModelError for a batch whose rows contain several documents."""
+    if not isinstance(batch, Mapping):
+        return
+    ids = batch.get("document_ids_BT", batch.get("document_ids"))
+    if ids is not None and ids.dim() == 2 and len(ids) == num_rows and bool((ids != ids[:, :1]).any()):
+        raise ModelError(
+            "privacy: a row of the batch packs several documents, so clipping a row bounds none of them. Use one document "
+            "in each row (data.pack=off), padded or cut to the sequence length."
+        )

@@ -1,0 +1,180 @@
+"""Forward and backward passes whose gradients are clipped sample by sample.
+
+One pass keeps the factors of the weight gradients until the norms of the microbatch's samples are known. Two passes
+compute only the norms in the first one, and gradients of the weighted losses in the second one. zero=3 and pipelines need
+two: their gradients are reduced inside backward, and the norms of a sample are known after all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.mesh import Mesh
+from weft.monitor.step_times import Meter
+from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
+from weft.privacy.gradients import SampleGradients, sample_losses
+from weft.privacy.recorder import Record, UnknownUse
+from weft.train.losses import CheckedLoss
+from weft.train.microbatches import ForwardFn, samples_in, split_rows
+from weft.train.step.passes import Accumulate, Work
+
+
+class PrivateAccumulate(Accumulate):
+    """Runs one microbatch after another, and accumulates clipped sums.
+
+    Args:
+        clip: largest norm of a sample's gradient.
+        passes: 1 or 2, or 0 for as few as the plan allows.
+    """
+
+    def __init__(
+        self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *, mesh: Mesh, clip: float,
+        passes: int,
+    ):  # fmt: skip
+        super().__init__(model, forward, loss, meter)
+        self.gradients = SampleGradients(model, mesh, clip)
+        self._is_sharded = mesh.plan.zero == 3
+        self.passes = passes or (2 if self._is_sharded or mesh.plan.pp > 1 else 1)
+
+    def run_one(self, work: Work, index: int) -> None:
+        """Run one microbatch, after the generators have been seeded."""
+        if self.passes == 1:
+            self._run_once(work, index)
+        else:
+            [weights] = self.gradients.weights([self._norms(work, index)])
+            work.draws.begin(index)
+            self._run_weighted(work, index, weights)
+
+    def _run_once(self, work: Work, index: int) -> None:
+        batch, last = work.microbatches[index], index == len(work.microbatches) - 1
+        with self.engine.microbatch(last):
+            record, losses = self._recorded(work, index, keeps=True, counts=True)
+            with self.meter.phase("backward"):
+                losses.sum().backward()
+                [weights] = self.gradients.weights([record])
+                weights = weights * (work.scale * (not work.samples[index].is_empty))
+                for param, grad in record.weighted(weights):
+                    torch.autograd.backward([param], [grad])
+        del batch
+
+    def _norms(self, work: Work, index: int) -> Record:
+        """Run forward and backward without gradients of parameters. Return the record of the norms."""
+        # zero=3 gathers parameters in hooks, which must know that no gradient is reduced.
+        with self.engine.microbatch(False) if self._is_sharded else nullcontext():
+            record, losses = self._recorded(work, index, keeps=False, counts=False)
+            with self.meter.phase("backward"):
+                losses.sum().backward()
+        return record
+
+    def _recorded(self, work: Work, index: int, *, keeps: bool, counts: bool) -> tuple[Record, Tensor]:
+        """Run forward in a recorder. Return the record and the loss of each sample.
+
+        counts: True to add the losses to the step's sums.
+        """
+        batch = work.microbatches[index]
+        with self.meter.phase("forward"):
+            while True:
+                record = self.gradients.record(samples_in(batch), keeps=keeps)
+                try:
+                    with work.inside(index), self.gradients.recorder(record).recording():
+                        output = self.forward(self.model, batch)
+                    break
+                except UnknownUse as unknown:
+                    self.gradients.handle(unknown, may_retry=True)
+                    work.draws.begin(index)
+            losses = self._losses(work, output, index, counts=counts)
+        return record, losses
+
+    def _losses(self, work: Work, output: Any, index: int, *, counts: bool) -> Tensor:
+        batch = work.microbatches[index]
+        runs = [range(one, one + 1) for one in range(samples_in(batch))]
+        losses, sums, numbers = sample_losses(self.loss, output, batch, lambda value: split_rows(value, runs))
+        if counts and not work.samples[index].is_empty:
+            work.losses[index] = sums.sum(), numbers.sum()
+            work.sums[0] += sums.sum()
+            work.sums[1] += numbers.sum()
+        return losses
+
+    def _run_weighted(self, work: Work, index: int, weights: Tensor) -> None:
+        last = index == len(work.microbatches) - 1
+        with self.engine.microbatch(last), work.inside(index):
+            with self.meter.phase("forward"):
+                output = self.forward(self.model, work.microbatches[index])
+                losses = self._losses(work, output, index, counts=True)
+                del output
+            with self.meter.phase("backward"):
+                self._weighted(work, index, losses, weights).backward()
+
+    def _weighted(self, work: Work, index: int, losses: Tensor, weights: Tensor) -> Tensor:
+        factor = work.scale * (not work.samples[index].is_empty)
+        return (losses * weights.to(losses.dtype)).sum() * factor
+
+
+class PrivatePipelined(PrivateAccumulate):
+    """Runs the pipeline's schedule twice: for the norms, and for the gradients of the weighted losses."""
+
+    def __init__(self, *args: Any, pipeline: Pipeline, **options: Any):
+        super().__init__(*args, **options)
+        self._pipeline = pipeline
+
+    def run(self, work: Work) -> None:
+        """Run this rank's pipeline stages. All ranks of pp must call it."""
+        index_of = {id(batch): index for index, batch in enumerate(work.microbatches)}
+        records: list[list[Record]] = [[] for _ in work.microbatches]
+
+        def record(model: nn.Module, batch: Any) -> Any:
+            made = self.gradients.record(samples_in(batch), keeps=False)
+            records[index_of[id(batch)]].append(made)
+            with self.gradients.recorder(made).recording():
+                return self.forward(model, batch)
+
+        unused = torch.zeros_like(work.sums)
+        zero = unused.new_zeros(())
+        norms = StepWork(
+            work.microbatches, record, record,
+            lambda output, batch, index: (self._losses(work, output, index, counts=False).sum(), zero),
+            1.0, unused, work.draws.seeds, work.inside,
+        )  # fmt: skip
+        try:
+            with self.engine.microbatch(False) if self._is_sharded else nullcontext():
+                self._pipeline.step(norms, self.meter)
+        except UnknownUse as unknown:
+            self.gradients.handle(unknown, may_retry=False)
+        weights = self._joined(records, work.microbatches)
+
+        def weighted(output: Any, batch: Any, index: int) -> tuple[Tensor, Tensor]:
+            losses = self._losses(work, output, index, counts=True)
+            return self._weighted(work, index, losses, weights[index]) / work.scale, zero
+
+        stages = StepWork(
+            work.microbatches, self.forward, self.forward, weighted, work.scale, torch.zeros_like(work.sums),
+            work.draws.seeds, work.inside,
+        )  # fmt: skip
+        with self.engine.microbatch(last=True):
+            self._pipeline.step(stages, self.meter)
+
+    def _joined(self, records: Sequence[Sequence[Record]], batches: Sequence[Any]) -> list[Tensor]:
+        """Return the clipping weights by microbatch. A rank has several records of one if it has several stages."""
+        merged: list[Record] = []
+        for of_stages, batch in zip(records, batches, strict=True):
+            total = self.gradients.record(samples_in(batch), keeps=False)
+            for one in of_stages:
+                total.add(one)
+            merged.append(total)
+        return self.gradients.weights(merged)
+
+
+def private_passes(
+    model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *, clip: float,
+    passes: int,
+) -> PrivateAccumulate:  # fmt: skip
+    """Return the passes of a private step under the mesh's plan."""
+    options: dict[str, Any] = {"mesh": mesh, "clip": clip, "passes": passes}
+    if (pipeline := pipeline_of(model)) is not None:
+        return PrivatePipelined(model, forward, loss, meter, pipeline=pipeline, **options)
+    return PrivateAccumulate(model, forward, loss, meter, **options)
