@@ -116,7 +116,7 @@ def train(case: PrivateCase) -> dict[str, torch.Tensor]:
         step.privacy.add_noise = lambda factor: step.privacy.ledger.add()
     for batch in run.private_batches(records(), step):
         step(batch)
-    return {name: tensor.clone() for name, tensor in run.full_state_dict(model).items()}
+    return {name: tensor.clone() for name, tensor in run.full_state_dict(model, everywhere=True).items()}
 
 
 def plain(case: PrivateCase) -> dict[str, torch.Tensor]:

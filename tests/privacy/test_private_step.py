@@ -30,3 +30,31 @@ def test_one_rank(model, passes):
 def test_ten_steps_with_empty_draws():
     case = PrivateCase("net", steps=10, batch=1)
     assert_same(train(case), case)
+
+
+TWO = [
+    "dp_replicate=2 accumulation=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2 accumulation=2", "dp_shard=2 zero=3",
+    "dp_shard=2 zero=3 accumulation=2", "tp=2", "tp=2 sp=on", "tp=2 accumulation=2", "pp=2 microbatches=2",
+    "pp=2 microbatches=2 schedule=zb_h1",
+]  # fmt: skip
+FOUR = [
+    "dp_replicate=2 tp=2", "dp_shard=2 tp=2 zero=1", "dp_shard=2 tp=2 zero=2", "dp_shard=2 tp=2 zero=3",
+    "pp=2 tp=2 microbatches=2", "pp=2 dp_shard=2 zero=1 microbatches=2", "pp=2 dp_shard=2 zero=3 microbatches=2",
+    "dp_shard=2 dp_replicate=2 zero=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", TWO)
+@pytest.mark.parametrize("model", ["decoder", "gpt2", "lora", "experts", "tied"])
+def test_two_ranks(model, plan, ranks2):
+    case = PrivateCase(model, plan)
+    for found in ranks2.run(train, case):
+        assert_same(found, case)
+
+
+@pytest.mark.parametrize("plan", FOUR)
+@pytest.mark.parametrize("model", ["decoder", "gpt2", "lora"])
+def test_four_ranks(model, plan, ranks4):
+    case = PrivateCase(model, plan)
+    for found in ranks4.run(train, case):
+        assert_same(found, case)

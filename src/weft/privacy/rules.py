@@ -78,7 +78,7 @@ def _model_problems(model: nn.Module, axes: AxisMap) -> Iterator[str]:
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     for name in sorted(trained):
         placement = axes.placement(name)
-        if placement.name:
+        if placement.name or "ends" in (*placement.cut, *placement.partial):
             yield (
                 f"privacy: {name} shares its weight with a layer of another pipeline stage, and the norm of their sum needs "
                 "both on one rank. Use pp=1, or an untied head."
@@ -88,7 +88,9 @@ def _model_problems(model: nn.Module, axes: AxisMap) -> Iterator[str]:
                 f"privacy: {name} has fewer heads than tp has ranks, so ranks hold the same rows. Use a tp of at most the "
                 "number of key-value heads."
             )
-        if set(placement.cut) - {"tp"} or set(placement.partial) - {"tp"}:
+        elif "ep" in placement.cut:
+            yield f"privacy: the experts of {name} are on several ranks, and so are the rows of a sample. Use tp=1 and ep=1."
+        elif set(placement.cut) - {"tp"} or set(placement.partial) - {"tp"}:
             yield f"privacy: {name} is divided over {'*'.join(placement.cut or placement.partial)}. Divide it over tp only."
 
 
