@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.errors import ModelError
 
 #: Elements of temporary tensors. Larger ones are computed for some samples at a time.
-_AT_ONCE = 2**24
+_AT_ONCE, _IN_CACHE = 2**24, 2**18
 
 
 class Use(Protocol):
@@ -59,7 +59,8 @@ class Product:
             return squares(x) * squares(grad)
         is_ghost = num_tokens * (num_in + num_out) <= num_in * num_out
         each = num_tokens * num_tokens if is_ghost else num_in * num_out
-        step = max(1, _AT_ONCE // each)
+        # On a CPU, temporary tensors stay in its caches.
+        step = max(1, (_IN_CACHE if x.device.type == "cpu" else _AT_ONCE) // each)
         found: list[Tensor] = []
         for first in range(0, num_samples, step):
             some_x, some_grad = x[first : first + step], grad[first : first + step]
@@ -238,8 +239,8 @@ def wide(tensor: Tensor) -> Tensor:
 
 def squares(tensor_B: Tensor) -> Tensor:
     """Return the sum of squares of each sample's elements, (B,)."""
-    flat = tensor_B.flatten(1)
-    return torch.linalg.vecdot(flat, flat)
+    # Unlike vecdot, it allocates no temporary tensor.
+    return torch.linalg.vector_norm(tensor_B.flatten(1), dim=1).square()
 
 
 def rows_of_samples(x: Tensor, num_samples: int, where: str) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
+from weft.data.batches import map_tensors, tensors_in
 from weft.errors import ModelError
 from weft.parallel.state.gradients import data_parallel
 from weft.privacy.factors import clip_weights, squares
@@ -74,8 +76,50 @@ class SampleGradients:
                 ) from unknown
         raise unknown
 
+    def check_graph(self, losses: Tensor) -> None:
+        """Raise ModelError if backward from `losses` would reach a parameter that the recorder has not replaced."""
+        waiting: list[Any] = [losses.grad_fn]
+        visited: set[Any] = set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            found = self._owners.get(id(getattr(node, "variable", None)))
+            if found is not None and found[0].requires_grad:
+                self.refuse_unseen(found[1].name)
+            waiting.extend(following for following, _ in node.next_functions)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Raise ModelError if a backward in this context delivers a parameter's gradient, which nothing has clipped."""
+        arrived: list[str] = []
+        handles = [
+            param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+            for name, param in self.model.named_parameters()
+            if param.requires_grad and param.is_leaf
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if arrived:
+            self.refuse_unseen(arrived[0])
+
+    def refuse_unseen(self, name: str) -> None:
+        """Raise ModelError for a parameter whose gradient is computed outside the recorder."""
+        raise ModelError(
+            f"privacy: the gradient of {name} comes from a custom autograd function, so it would not be clipped by sample. "
+            "Freeze it, or build its layer from linear layers, embeddings, convolutions and norms."
+        )
+
     def weights(self, records: Sequence[Record]) -> list[Tensor]:
-        """Return the clipping weight of each sample of each record, (B,) float64, equal on all ranks of tp and pp.
+        """Return the clipping weight of each sample of each record, (B,) float64. All ranks of tp and pp call it."""
+        return [clip_weights(norms, self.clip) for norms in self.norms(records)]
+
+    def norms(self, records: Sequence[Record]) -> list[Tensor]:
+        """Return the squared norm of each sample of each record, (B,) float64, equal on all ranks of tp and pp.
 
         All ranks of tp and pp call it.
         """
@@ -84,7 +128,7 @@ class SampleGradients:
         for axis in (self._tp, self._pp):
             if axis.size > 1:
                 total = all_reduce(total.contiguous(), axis)
-        return list(clip_weights(total, self.clip).split([record.samples for record in records]))
+        return list(total.split([record.samples for record in records]))
 
     def _with_partial(self, record: Record) -> Tensor:
         total = record.norms(self._device)
@@ -98,7 +142,7 @@ class SampleGradients:
 
 
 def sample_losses(
-    loss: Callable[[Any, Any], tuple[Tensor, Tensor | int]], output: Any, batch: Any, split: Callable[[Any], list[Any]]
+    loss: Callable[[Any, Any], tuple[Tensor, Tensor | int]], output: Any, parts: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of each sample, its sum over the sample's tokens without gradient, and their number; (B,) each.
 
@@ -106,15 +150,25 @@ def sample_losses(
 
     Args:
         loss: (output, batch) -> (sum of losses, count).
-        split: returns the parts of a batch or an output that belong to single samples.
+        output: the model's output for a batch; each of its tensors has one row for each sample, or no dim.
+        parts: the batch of each sample.
     """
-    outputs, parts = split(output), split(batch)
-    if len(outputs) != len(parts):
-        raise ModelError(
-            f"privacy: the model's output has {len(outputs)} rows for {len(parts)} samples. Return a row for each "
-            "sample, so that each has a loss of its own."
-        )
-    pairs = [loss(*pair) for pair in zip(outputs, parts, strict=True)]
+    pairs = [loss(*pair) for pair in zip(_rows(output, len(parts)), parts, strict=True)]
     sums = torch.stack([loss_sum for loss_sum, _ in pairs])
     counts = torch.stack([torch.as_tensor(count, device=sums.device, dtype=torch.float64) for _, count in pairs])
     return sums / counts.clamp_min(1).to(sums.dtype), sums.detach().double(), counts
+
+
+def _rows(output: Any, samples: int) -> list[Any]:
+    """Return the output of each sample. One backward node divides each tensor, not one for each sample."""
+    divided: dict[int, tuple[Tensor, ...]] = {}
+    for tensor in tensors_in(output):
+        if tensor.ndim and len(tensor) != samples:
+            raise ModelError(
+                f"privacy: the model's output has a tensor of shape {tuple(tensor.shape)} for {samples} samples. Return a "
+                "row for each sample, so that each has a loss of its own."
+            )
+        divided[id(tensor)] = tensor.split(1) if tensor.ndim else (tensor,) * samples
+    if not divided:
+        raise ModelError(f"privacy: the model's output is a {type(output).__name__} without tensors. Return tensors.")
+    return [map_tensors(lambda one, index=index: divided[id(one)][index], output) for index in range(samples)]

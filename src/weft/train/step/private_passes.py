@@ -7,21 +7,27 @@ two: their gradients are reduced inside backward, and the norms of a sample are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm.mesh import Mesh
+from weft.errors import ModelError
 from weft.monitor.step_times import Meter
 from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
 from weft.privacy.gradients import SampleGradients, sample_losses
 from weft.privacy.recorder import Record, UnknownUse
+from weft.privacy.rules import check_batch
 from weft.train.losses import CheckedLoss
 from weft.train.microbatches import ForwardFn, samples_in, split_rows
 from weft.train.step.passes import Accumulate, Work
+
+#: Relative difference of squared norms that rounding explains.
+_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 
 
 class PrivateAccumulate(Accumulate):
@@ -40,9 +46,44 @@ class PrivateAccumulate(Accumulate):
         self.gradients = SampleGradients(model, mesh, clip)
         self._is_sharded = mesh.plan.zero == 3
         self.passes = passes or (2 if self._is_sharded or mesh.plan.pp > 1 else 1)
+        self._precision, self._is_checked = mesh.plan.precision, False
+
+    def run(self, work: Work) -> None:
+        """Run all microbatches. In the first step, check that samples do not change each other's gradients."""
+        if not self._is_checked:
+            self._check(work)
+            self._is_checked = True
+        super().run(work)
+
+    def _check(self, work: Work) -> None:
+        """Compare the norm of the first sample alone and beside another, without dropout.
+
+        Raises ModelError if they differ, or if a parameter's gradient is computed outside the recorder.
+        """
+        batch = work.microbatches[0]
+        rows = min(2, samples_in(batch))
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            found: list[Tensor] = []
+            for some in split_rows(batch, [range(rows), range(1)]):
+                few = replace(work, microbatches=[some], inside=lambda index: nullcontext())
+                record = self._norms(few, 0, check=self.gradients.check_graph)
+                found.append(self.gradients.norms([record])[0][:1])
+        finally:
+            for module in training:
+                module.training = True
+        beside, alone = (float(one) for one in found)
+        if abs(beside - alone) > _TOLERANCE[self._precision] * max(alone, 1e-12):
+            raise ModelError(
+                f"privacy: the gradient of a sample has norm {beside**0.5:.6g} beside another sample, and {alone**0.5:.6g} "
+                "alone, so the model mixes samples or its rows are not samples. Put samples first, and use layers that "
+                "treat them separately."
+            )
 
     def run_one(self, work: Work, index: int) -> None:
         """Run one microbatch, after the generators have been seeded."""
+        check_batch(work.microbatches[index], samples_in(work.microbatches[index]))
         if self.passes == 1:
             self._run_once(work, index)
         else:
@@ -51,7 +92,7 @@ class PrivateAccumulate(Accumulate):
             self._run_weighted(work, index, weights)
 
     def _run_once(self, work: Work, index: int) -> None:
-        batch, last = work.microbatches[index], index == len(work.microbatches) - 1
+        last = index == len(work.microbatches) - 1
         with self.engine.microbatch(last):
             record, losses = self._recorded(work, index, keeps=True, counts=True)
             with self.meter.phase("backward"):
@@ -60,13 +101,17 @@ class PrivateAccumulate(Accumulate):
                 weights = weights * (work.scale * (not work.samples[index].is_empty))
                 for param, grad in record.weighted(weights):
                     torch.autograd.backward([param], [grad])
-        del batch
 
-    def _norms(self, work: Work, index: int) -> Record:
-        """Run forward and backward without gradients of parameters. Return the record of the norms."""
+    def _norms(self, work: Work, index: int, check: Callable[[Tensor], None] | None = None) -> Record:
+        """Run forward and backward without gradients of parameters. Return the record of the norms.
+
+        check: called with the losses before backward.
+        """
         # zero=3 gathers parameters in hooks, which must know that no gradient is reduced.
         with self.engine.microbatch(False) if self._is_sharded else nullcontext():
             record, losses = self._recorded(work, index, keeps=False, counts=False)
+            if check is not None:
+                check(losses)
             with self.meter.phase("backward"):
                 losses.sum().backward()
         return record
@@ -93,7 +138,7 @@ class PrivateAccumulate(Accumulate):
     def _losses(self, work: Work, output: Any, index: int, *, counts: bool) -> Tensor:
         batch = work.microbatches[index]
         runs = [range(one, one + 1) for one in range(samples_in(batch))]
-        losses, sums, numbers = sample_losses(self.loss, output, batch, lambda value: split_rows(value, runs))
+        losses, sums, numbers = sample_losses(self.loss, output, split_rows(batch, runs))
         if counts and not work.samples[index].is_empty:
             work.losses[index] = sums.sum(), numbers.sum()
             work.sums[0] += sums.sum()
@@ -124,6 +169,8 @@ class PrivatePipelined(PrivateAccumulate):
 
     def run(self, work: Work) -> None:
         """Run this rank's pipeline stages. All ranks of pp must call it."""
+        for batch in work.microbatches:
+            check_batch(batch, samples_in(batch))
         index_of = {id(batch): index for index, batch in enumerate(work.microbatches)}
         records: list[list[Record]] = [[] for _ in work.microbatches]
 
@@ -141,7 +188,11 @@ class PrivatePipelined(PrivateAccumulate):
             1.0, unused, work.draws.seeds, work.inside,
         )  # fmt: skip
         try:
-            with self.engine.microbatch(False) if self._is_sharded else nullcontext():
+            is_first, self._is_checked = not self._is_checked, True
+            with (
+                self.gradients.watching() if is_first else nullcontext(),
+                self.engine.microbatch(False) if self._is_sharded else nullcontext(),
+            ):
                 self._pipeline.step(norms, self.meter)
         except UnknownUse as unknown:
             self.gradients.handle(unknown, may_retry=False)
