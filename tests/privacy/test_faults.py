@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft.privacy.update as update
-import weft.train.script.private_batches as batches
+import weft.train.privacy.batches as batches
 from tests.privacy.private_cases import LIMIT, PrivateCase, difference, plain, train
 from weft.privacy.gradients import SampleGradients
 from weft.privacy.recorder import Owner, Record

@@ -24,7 +24,7 @@ class Ledger:
     privacy: Privacy
     steps: list[Steps] = field(default_factory=list[Steps])
     is_test: bool = False
-    _affordable: int = -1
+    _last: int = -1
 
     @property
     def count(self) -> int:
@@ -48,14 +48,19 @@ class Ledger:
         return epsilon_of(after, self.privacy.delta, accountant or self.privacy.accountant)
 
     @property
-    def is_spent(self) -> bool:
-        """True if one more step would exceed the budget. The first call computes the number of affordable steps."""
+    def affordable(self) -> int | None:
+        """Number of further steps within the budget, at most those of the settings; None without a budget."""
         budget = self.privacy.epsilon
         if budget is None:
-            return False
-        if self._affordable < 0:
-            self._affordable = self.count + self._more_within(budget)
-        return self.count >= self._affordable
+            return None
+        if self._last < 0:  # computed once, because each composition takes up to a second
+            self._last = self.count + self._more_within(budget)
+        return self._last - self.count
+
+    @property
+    def is_spent(self) -> bool:
+        """True if one more step would exceed the budget."""
+        return self.affordable == 0
 
     def _more_within(self, budget: float) -> int:
         """Return how many further steps stay within the budget, at most those of the settings."""
@@ -100,7 +105,7 @@ class Ledger:
                     f"privacy.{name}={getattr(self.privacy, name)}: the checkpoint's steps were accounted with {value}, and "
                     f"a bound holds for the same records, unit and delta. Use {name}={value}."
                 )
-        self.steps, self.is_test, self._affordable = steps, is_test, -1
+        self.steps, self.is_test, self._last = steps, is_test, -1
 
 
 def shown(epsilon: float) -> str:

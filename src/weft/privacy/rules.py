@@ -8,46 +8,19 @@ from typing import Any
 from torch import nn
 
 from weft.config.plan import Plan
-from weft.errors import ModelError, PlanError, Problem
+from weft.config.privacy.rules import private_plan_problems
+from weft.errors import ModelError, PlanError
 from weft.models.experts import Router
 from weft.parallel.expert import ForeignRouter
 from weft.parallel.state.placement import AxisMap
-
-#: Values of the plan's fields under which private steps are tested, with the reason for others.
-_ALLOWED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "cp": ((1,), "the norm of a sample's gradient needs all its tokens on one rank"),
-    "ep": ((1,), "the rows of a sample are on several ranks"),
-    "precision": (("fp32", "fp64", "bf16"), "norms in fewer bits are not bounds"),
-    "reduce": (("fp32",), "rounded sums may exceed the bound of their samples"),
-    "compress": (("none",), "rounded sums may exceed the bound of their samples"),
-    "gather": (("none",), "per-sample gradients of rounded weights are not tested"),
-    "sync": (("step",), "local steps would each need noise of their own"),
-    "recompute": (("none",), "the recorder does not see a forward that runs again in backward"),
-    "mlp_tiles": ((1,), "the recorder does not see the tiles"),
-    "tp_chunks": ((1,), "the rows of a sample are not adjacent in chunks"),
-    "offload": (((),), "per-sample gradients of offloaded layers are not tested"),
-    "compile": ((False,), "the recorder does not see the operations of a compiled block"),
-    "graphs": ((False,), "the noise changes in each step"),
-}
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_plan(plan: Plan) -> None:
     """Raise PlanError, with all fields of a plan under which a private step is not known to be right."""
-    problems = [
-        Problem(name, f"{name}={_text(getattr(plan, name))}: with privacy, {reason}. Use {name}={_text(allowed[0])}.")
-        for name, (allowed, reason) in _ALLOWED.items()
-        if getattr(plan, name) not in allowed
-    ]
-    if problems:
+    if problems := private_plan_problems(plan):
         raise PlanError(problems)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "+".join(value) or "none" if isinstance(value, tuple) else str(value)
 
 
 def check_model(model: nn.Module, axes: AxisMap, passes: int, plan: Plan) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Mesh
-from weft.errors import ConfigError, ModelError, PlanError
+from weft.errors import CheckpointError, ConfigError, ModelError, PlanError
 from weft.parallel.state.flat_slices import PlacedPart
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tables.model import table_weights
@@ -24,9 +24,7 @@ from weft.privacy.settings import Privacy
 
 
 class BudgetSpent(PlanError):
-    """Raised instead of a step that would exceed the privacy budget. The run is complete up to here."""
-
-    exit_code = 0
+    """Raised instead of a step that would exceed the privacy budget."""
 
 
 class PrivateUpdate:
@@ -86,6 +84,11 @@ class PrivateUpdate:
             optimizer.places = places  # pyright: ignore[reportAttributeAccessIssue] - the engine fills it
         self._places, self._optimizer = places, optimizer
 
+    @property
+    def is_last(self) -> bool:
+        """True if the budget allows exactly one more step."""
+        return self.ledger.affordable == 1
+
     def begin_step(self) -> None:
         """Raise BudgetSpent if one more step would exceed the budget."""
         if self.ledger.is_spent:
@@ -117,6 +120,21 @@ class PrivateUpdate:
                         "unknown, so it would get no noise. Build the optimizer in run.train_step, from its class."
                     )
         self._is_checked = True
+
+
+def restore_account(update: PrivateUpdate | None, saved: Any) -> None:
+    """Continue a checkpoint's account.
+
+    Raises:
+        CheckpointError: if only one of run and checkpoint is private, or the account is of other records.
+    """
+    if update is not None:
+        update.ledger.restore(saved)
+    elif saved:
+        raise CheckpointError(
+            "privacy: the checkpoint's steps were private, and a further step without privacy would void their bound. Set "
+            "privacy.epsilon, or start a new run from the exported weights."
+        )
 
 
 def _shared_key(key: str, mesh: Mesh) -> bytes:

@@ -28,12 +28,14 @@ from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tables.model import add_tables, table_weights
 from weft.parallel.zero.magnitudes import load_base
+from weft.privacy.update import PrivateUpdate
 from weft.train.averaged_weights import check_averages
-from weft.train.data_share import Batches, Share
+from weft.train.data_share import Batches, MapDataset, Share
 from weft.train.engine import EngineJob
 from weft.train.gpu_kernels import GpuKernels
 from weft.train.joined_rank import JoinedRank
 from weft.train.model_state import packed_source
+from weft.train.privacy.run import PrivateBatches, private_samples, private_update
 from weft.train.replica_engine import OtherWorlds
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
@@ -61,7 +63,9 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     """
     config, task, mesh = job.config, job.task, rank.mesh
     task.open(job.folder)
-    batches, eval_batches = _batches(job, mesh)
+    private = private_samples(config, task) if config.privacy.is_on else None
+    update = None if private is None else private_update(config, private, job.folder, mesh)
+    batches, eval_batches = _batches(job, mesh, private, update)
 
     base = task.initial_model(mesh.plan)
     weights = task.initial_weights(base)
@@ -88,12 +92,13 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
         task.loss,
         mesh,
         forward=task.forward,
-        max_grad_norm=config.optimizer.max_grad_norm,
+        max_grad_norm=config.optimizer.max_grad_norm if update is None else 0.0,
         nominal_tokens=task.nominal_count(),
         meter=meter,
         check_batch=config.train.check_batch,
         # On a CPU, copies take compute time, so overlapping gains nothing.
         weights_follow=access.collectives_overlap(mesh.device),
+        privacy=update,
     )
     data_parallel(model).coders.exact_steps = config.train.compress_after
     if (sync := rare_sync(model)) is not None:
@@ -121,8 +126,13 @@ def _build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimiz
     return optimizer
 
 
-def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]:
-    """Return training and evaluation batches. Each replica evaluates the full set, in microbatches of equal size."""
+def _batches(
+    job: EngineJob, mesh: Mesh, private: MapDataset | None, update: PrivateUpdate | None
+) -> tuple[Batches, Iterable[Any] | None]:
+    """Return training and evaluation batches. Each replica evaluates the full set, in microbatches of equal size.
+
+    private: records that a private run draws, or None. update: its noise and account, or None.
+    """
     axis = mesh.reader
     share = Share(
         job.config.train.global_batch,
@@ -133,6 +143,8 @@ def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]
     )
     passes = share.microbatches * (axis.size // mesh.data.size)
     own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)
+    if private is not None and update is not None:
+        return PrivateBatches(private, share, job.task.collate, update), job.task.eval_batches(own)
     return job.task.batches(share), job.task.eval_batches(own)
 
 

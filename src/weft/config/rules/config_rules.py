@@ -13,6 +13,7 @@ from weft.config.model_spec import resolve_decoder
 from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
 from weft.config.plan_text import is_auto
+from weft.config.privacy.rules import PRIVACY_RULES
 from weft.config.rules.config_rule import ConfigRule, plan_of
 from weft.config.rules.engine_rules import JAX_RULES
 from weft.config.rules.monitor_rules import energy_problems, watch_problems
@@ -377,6 +378,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     *OPTIMIZER_RULES,
     *TABLE_RULES,
+    *PRIVACY_RULES,
     ConfigRule(
         name="measured-kernels-vary",
         keys=("train.deterministic", "kernels.convolutions"),

@@ -128,6 +128,8 @@ class TrainStep:
                 generators after the step.
             dropout_key: seed of this step's dropout masks, equal on all ranks. None uses the model's step count.
         """
+        if self.privacy is not None:
+            self.privacy.begin_step()
         first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
         with nullcontext() if first is None else first.watching():
             totals = self._compute(batch, seeds, dropout_key, checks=checks, first=first)
@@ -158,6 +160,8 @@ class TrainStep:
 
         For callers that run code in between. The first step does not check gradients of custom autograd functions.
         """
+        if self.privacy is not None:
+            self.privacy.begin_step()
         first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
         with nullcontext() if first is None else first.watching():
             totals = self._compute(batch, None, None, checks=checks, first=first)
@@ -185,8 +189,6 @@ class TrainStep:
         is_again: True if the gradients are not used for training. No CUDA graph is replayed then. For other arguments,
         see `__call__` and `compute_again`.
         """
-        if self.privacy is not None:
-            self.privacy.begin_step()
         with self._state.preserving(seeds):
             with self._meter.phase("data"):
                 microbatches, samples = self._split(batch)

@@ -78,7 +78,7 @@ class IndexedBatches:
         first = self.places.first(step)
         read = read or (lambda number: self.sample(first + number))
         total = self.places.first(step + 1) - first
-        return _microbatches(read, self._own(step), total, self._share, self._collate)
+        return as_microbatches(read, self._own(step), total, self._share, self._collate)
 
     def _own(self, step: int) -> Sequence[Sequence[int]]:
         share = self._share
@@ -159,7 +159,7 @@ class _EvalBatches:
                 read = _reader(self._samples, place, soon) or (
                     lambda number, first=start: self._samples[first + number]
                 )
-                yield from _microbatches(read, parts, size, self._share, self._collate)
+                yield from as_microbatches(read, parts, size, self._share, self._collate)
         finally:
             _close(self._samples)
 
@@ -227,7 +227,7 @@ def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Call
     return found.__getitem__
 
 
-def _microbatches(
+def as_microbatches(
     sample_at: Callable[[int], Any], own: Sequence[Sequence[int]], total: int, share: Share, collate: Collate
 ) -> list[Any]:
     """Return the rank's microbatches of a global batch of `total` samples, with their sample indices attached.
