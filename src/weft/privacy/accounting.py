@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 
 from weft.errors import MissingExtra, PlanError
 
-#: Largest noise that `noise_for` tries, and the relative precision of its result.
-_MOST_NOISE, _PRECISION = 2000.0, 1e-3
+#: Least and largest noise that `noise_for` tries, and the relative precision of its result.
+_LEAST_NOISE, _MOST_NOISE, _PRECISION = 1e-2, 2000.0, 1e-3
+
+#: Above this epsilon, Renyi differential privacy bounds it (Mironov 2017, arXiv 1702.07476).
+_ROUGH = 60.0
 
 
 class Steps(NamedTuple):
@@ -51,20 +54,35 @@ def noise_for(epsilon: float, delta: float, rate: float, steps: int, accountant:
     def spent(noise: float) -> float:
         return epsilon_of([Steps(noise, rate, steps)], delta, accountant)
 
-    high = 1.0
-    while spent(high) > epsilon:
-        high *= 2
+    high, above = 1.0, spent(1.0)
+    low, below = high, above
+    while above > epsilon:
+        low, below, high = high, above, high * 2
         if high > _MOST_NOISE:
             raise PlanError(
                 f"privacy.epsilon={epsilon:g}: {steps} steps with {rate:.3g} of the records each exceed it at any noise up "
                 f"to {_MOST_NOISE:g}. Use a larger epsilon, fewer steps, or a smaller batch."
             )
-    low = high / 2
-    while low > 1e-2 and spent(low) <= epsilon:
-        high, low = low, low / 2
+        above = spent(high)
+    while below <= epsilon:
+        high, above, low = low, below, low / 2
+        if low < _LEAST_NOISE:
+            return high
+        below = spent(low)
+    # Epsilon is close to a power of the noise, so interpolate the logarithms, and try just beside the guess.
+    margin = _PRECISION / 4
     while high - low > _PRECISION * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if spent(middle) > epsilon else (low, middle)
+        guess = (low + high) / 2
+        if math.isfinite(below) and above > 0:
+            share = math.log(below / epsilon) / math.log(below / above)
+            guess = low * (high / low) ** share
+        for tried in (guess * (1 + margin), guess * (1 - margin)):
+            if low < tried < high:
+                found = spent(tried)
+                if found > epsilon:
+                    low, below = tried, found
+                else:
+                    high, above = tried, found
     return high
 
 
@@ -77,15 +95,18 @@ def _joined(history: Iterable[Steps]) -> list[Steps]:
 
 
 def _prv(history: Sequence[Steps], delta: float) -> float:
-    kind: Any = _library("opacus.accountants", "opacus", "privacy.accountant=prv").PRVAccountant
-    found = kind()
-    found.history = [(one.noise, one.rate, one.count) for one in history]
+    accountants: Any = _library("opacus.accountants", "opacus", "privacy.accountant=prv")
+    runs = [(one.noise, one.rate, one.count) for one in history]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            return max(0.0, float(found.get_epsilon(delta)))
-        except (RuntimeError, ValueError, OverflowError):  # it cannot bound an epsilon this large
-            return math.inf
+        rough = accountants.RDPAccountant()
+        rough.history = runs
+        bound = float(rough.get_epsilon(delta))
+        if not bound <= _ROUGH:  # Renyi's bound holds too, and PRV would need much memory
+            return bound if math.isfinite(bound) else math.inf
+        found = accountants.PRVAccountant()
+        found.history = runs
+        return max(0.0, float(found.get_epsilon(delta)))
 
 
 def _pld(history: Sequence[Steps], delta: float) -> float:

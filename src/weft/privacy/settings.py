@@ -27,6 +27,7 @@ class Privacy:
         key: file with the secret key of draws and noise, which the first rank creates with mode 0600, or "test:N" for a
             known key, which protects nothing.
         passes: 1 or 2 passes of a microbatch, or 0 for one where the plan allows it. Two take less memory.
+        canaries: number of records whose presence a coin decides, for an audit. About half of them are never drawn.
     """
 
     records: int
@@ -40,6 +41,7 @@ class Privacy:
     accountant: str = "prv"
     key: str = "privacy.key"
     passes: int = 0
+    canaries: int = 0
 
     def __post_init__(self) -> None:
         for problem in _problems(self):

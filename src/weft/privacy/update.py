@@ -15,6 +15,7 @@ from weft.errors import CheckpointError, ConfigError, ModelError, PlanError
 from weft.parallel.state.flat_slices import PlacedPart
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tables.model import table_weights
+from weft.privacy.audit import Canaries, choose_canaries
 from weft.privacy.draws import drawn
 from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import Ledger
@@ -62,7 +63,14 @@ class PrivateUpdate:
     def draw(self, step: int | None = None) -> np.ndarray:
         """Return the records of a step, int64, in ascending order. step: steps done before; None for the next one."""
         number = self.ledger.count if step is None else step
-        return drawn(self._key, number, self.privacy.records, self.privacy.rate)
+        found = drawn(self._key, number, self.privacy.records, self.privacy.rate)
+        if not self.privacy.canaries:
+            return found
+        return found[~np.isin(found, self.canaries().left_out)]
+
+    def canaries(self) -> Canaries:
+        """Return the records whose presence a coin decides."""
+        return choose_canaries(self._key, self.privacy.records, self.privacy.canaries)
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, loss_fn: Any) -> None:
         """Check a model and its loss, and find the positions of the optimizer's parameters. Call it before `adopt`.

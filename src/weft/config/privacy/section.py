@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.config.sections import NonNegative, PositiveFloat, Section
+from weft.config.sections import Count, NonNegative, PositiveFloat, Section
 
 
 class PrivacySection(Section):
@@ -27,6 +27,9 @@ class PrivacySection(Section):
     "test:N" is a known key, which protects nothing."""
     passes: Literal[0, 1, 2] = 0
     """Passes of a microbatch; 0: one where the plan allows it. Two take less memory."""
+
+    canaries: Count = 0
+    """Records whose presence a coin decides, for `weft privacy audit`: about half of them are never drawn."""
 
     @property
     def is_on(self) -> bool:

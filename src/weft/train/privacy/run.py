@@ -41,7 +41,7 @@ def private_settings(config: RunConfig, records: int, folder: RunFolder) -> Priv
     return Privacy(
         records, config.train.global_batch, config.train.steps, section.delta, section.epsilon or None, section.clip,
         section.noise or None, section.unit, section.accountant, section.key or str(folder.path / "privacy.key"),
-        section.passes,
+        section.passes, section.canaries,
     )  # fmt: skip
 
 
