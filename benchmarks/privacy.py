@@ -36,12 +36,11 @@ VOCAB, TOKENS, SAMPLES = 256, 64, 16
 Step = Callable[[], Any]
 
 
-def decoder(family: str) -> nn.Module:
+def decoder() -> nn.Module:
     torch.manual_seed(0)
     spec = DecoderSpec(
-        vocab_size=VOCAB, dim=128, num_layers=2, num_heads=4, num_kv_heads=4, family=family, max_seq_len=TOKENS,
-        ffn_dim=512 if family == "gpt2" else 352,
-    )  # fmt: skip
+        vocab_size=VOCAB, dim=128, num_layers=2, num_heads=4, num_kv_heads=4, max_seq_len=TOKENS, ffn_dim=352
+    )
     model = Decoder(spec)
     for param in model.parameters():
         if param.ndim > 1:
@@ -59,11 +58,11 @@ def loss_fn(output: torch.Tensor, data: Any) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(output.flatten(0, 1), data[1].flatten(), reduction="sum"), data[1].numel()
 
 
-def weft_step(family: str, passes: int | None, plan: str = "") -> tuple[nn.Module, Step]:
+def weft_step(passes: int | None, plan: str = "") -> tuple[nn.Module, Step]:
     """Return a model and its step. passes: of a private step; None for a plain one."""
     chosen = Plan.parse(plan)
     run = Run(chosen, build_mesh(chosen), Ledger(), seed=0)
-    model, data = run.parallelize(decoder(family)), batch(run.mesh.rank)
+    model, data = run.parallelize(decoder()), batch(run.mesh.rank)
     privacy = None
     if passes is not None:
         privacy = Privacy(10**4, SAMPLES * run.mesh.data.size, 10**6, 1e-5, noise=1.0, key="test:1", passes=passes)
@@ -74,13 +73,13 @@ def weft_step(family: str, passes: int | None, plan: str = "") -> tuple[nn.Modul
     return model, lambda: step(data)
 
 
-def opacus_step(family: str, mode: str, ranks: int = 1, rank: int = 0) -> tuple[nn.Module, Step]:
+def opacus_step(mode: str, ranks: int = 1, rank: int = 0) -> tuple[nn.Module, Step]:
     """Return a model and its step by Opacus. mode: hooks, ghost, ew or functorch."""
     from opacus import PrivacyEngine
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 
     warnings.filterwarnings("ignore")
-    model: Any = decoder(family)
+    model: Any = decoder()
     if ranks > 1:
         model = DifferentiallyPrivateDistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -119,28 +118,28 @@ def measured(steps: dict[str, Step], repeats: int) -> dict[str, tuple[float, flo
     }
 
 
-def one_rank(family: str, repeats: int) -> dict[str, tuple[float, float]]:
+def one_rank(repeats: int) -> dict[str, tuple[float, float]]:
     torch.set_num_threads(1)
     makers: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
-        "plain": lambda: weft_step(family, None),
-        "one pass": lambda: weft_step(family, 1),
-        "two passes": lambda: weft_step(family, 2),
-        "Opacus hooks": lambda: opacus_step(family, "hooks"),
-        "Opacus ghost": lambda: opacus_step(family, "ghost"),
+        "plain": lambda: weft_step(None),
+        "one pass": lambda: weft_step(1),
+        "two passes": lambda: weft_step(2),
+        "Opacus hooks": lambda: opacus_step("hooks"),
+        "Opacus ghost": lambda: opacus_step("ghost"),
     }
     return measured({name: make()[1] for name, make in makers.items()}, repeats)
 
 
-def two_ranks(family: str, repeats: int) -> dict[str, tuple[float, float]]:
+def two_ranks(repeats: int) -> dict[str, tuple[float, float]]:
     """Run on each of two ranks."""
     torch.set_num_threads(1)
     rank = torch.distributed.get_rank()
     return measured(
         {
-            "plain": weft_step(family, None, "dp_shard=2 zero=1")[1],
-            "one pass": weft_step(family, 1, "dp_shard=2 zero=1")[1],
-            "two passes": weft_step(family, 2, "dp_shard=2 zero=1")[1],
-            "Opacus hooks": opacus_step(family, "hooks", 2, rank)[1],
+            "plain": weft_step(None, "dp_shard=2 zero=1")[1],
+            "one pass": weft_step(1, "dp_shard=2 zero=1")[1],
+            "two passes": weft_step(2, "dp_shard=2 zero=1")[1],
+            "Opacus hooks": opacus_step("hooks", 2, rank)[1],
         },
         repeats,
     )
@@ -155,12 +154,12 @@ def print_times(found: dict[str, tuple[float, float]]) -> None:
         print(f"{name:14} {1e3 * cpu:8.1f} {cpu / plain[0]:11.2f} {over:>12} {1e3 * wall:9.1f} {wall / plain[1]:11.2f}")
 
 
-def memory(family: str) -> None:
+def memory() -> None:
     torch.set_num_threads(1)
     makers = {
-        "plain": lambda: weft_step(family, None), "one pass": lambda: weft_step(family, 1),
-        "two passes": lambda: weft_step(family, 2), "Opacus hooks": lambda: opacus_step(family, "hooks"),
-        "Opacus ghost": lambda: opacus_step(family, "ghost"),
+        "plain": lambda: weft_step(None), "one pass": lambda: weft_step(1),
+        "two passes": lambda: weft_step(2), "Opacus hooks": lambda: opacus_step("hooks"),
+        "Opacus ghost": lambda: opacus_step("ghost"),
     }  # fmt: skip
     for name, make in makers.items():
         model, step = make()
@@ -238,7 +237,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["time", "memory", "digits"])
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1)
-    parser.add_argument("--family", choices=["llama", "gpt2"], default="gpt2")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=20)
@@ -246,12 +244,12 @@ def main() -> None:
     if args.what == "digits":
         digits(args.seeds, args.epochs)
     elif args.what == "memory":
-        memory(args.family)
+        memory()
     elif args.ranks == 1:
-        print_times(one_rank(args.family, args.repeats))
+        print_times(one_rank(args.repeats))
     else:
         with RankPool(2, timeout_s=600) as pool:
-            found = pool.run(two_ranks, args.family, args.repeats)
+            found = pool.run(two_ranks, args.repeats)
         print_times({name: max(one[name] for one in found) for name in found[0]})
 
 

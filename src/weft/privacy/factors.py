@@ -29,8 +29,8 @@ class Use(Protocol):
         """Return the squared norm of each sample's gradient, (B,), at least in float32."""
         ...
 
-    def weighted(self, weights_B: Tensor) -> Tensor:
-        """Return the sum of the samples' gradients, each multiplied by its weight, in the parameter's shape."""
+    def weighted(self, weights_B: Tensor | None) -> Tensor:
+        """Return the sum of the samples' gradients in the parameter's shape, multiplied by weights if there are any."""
         ...
 
     def per_sample(self) -> Tensor:
@@ -71,8 +71,8 @@ class Product:
                 found.append(squares(torch.bmm(some_grad.mT, some_x)))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def weighted(self, weights_B: Tensor) -> Tensor:
-        grad_NO = (self.grad_BTO * weights_B.to(self.grad_BTO.dtype)[:, None, None]).flatten(0, 1)
+    def weighted(self, weights_B: Tensor | None) -> Tensor:
+        grad_NO = _times(self.grad_BTO, weights_B).flatten(0, 1)
         x_NI = self.x_BTI.flatten(0, 1)
         return x_NI.t() @ grad_NO if self.is_transposed else grad_NO.t() @ x_NI
 
@@ -100,8 +100,8 @@ class Lookup:
             found.append(gram.mul_(same).sum((1, 2)))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def weighted(self, weights_B: Tensor) -> Tensor:
-        grad = (self.grad_BTD * weights_B.to(self.grad_BTD.dtype)[:, None, None]).flatten(0, 1)
+    def weighted(self, weights_B: Tensor | None) -> Tensor:
+        grad = _times(self.grad_BTD, weights_B).flatten(0, 1)
         return grad.new_zeros(self.num_rows, grad.shape[-1]).index_add_(0, self.ids_BT.flatten(), grad)
 
     def per_sample(self) -> Tensor:
@@ -120,7 +120,9 @@ class Direct:
     def norms(self) -> Tensor:
         return squares(wide(self.grad_B))
 
-    def weighted(self, weights_B: Tensor) -> Tensor:
+    def weighted(self, weights_B: Tensor | None) -> Tensor:
+        if weights_B is None:
+            return self.grad_B.sum(0)
         flat = self.grad_B.flatten(1)
         return (weights_B.to(flat.dtype) @ flat).view(self.grad_B.shape[1:])
 
@@ -159,8 +161,8 @@ class ExpertRows:
         x[run_R, place_R], grad[run_R, place_R] = wide(self.x_RI), wide(self.grad_RO)
         return total.index_add_(0, keys % self.num_samples, Product(x, grad).norms())
 
-    def weighted(self, weights_B: Tensor) -> Tensor:
-        grad = self.grad_RO * weights_B.to(self.grad_RO.dtype)[self.sample_R][:, None]
+    def weighted(self, weights_B: Tensor | None) -> Tensor:
+        grad = _times(self.grad_RO, None if weights_B is None else weights_B[self.sample_R])
         found = grad.new_empty(len(self.ends), grad.shape[1], self.x_RI.shape[1])
         start = 0
         for expert, end in enumerate(self.ends):
@@ -174,7 +176,7 @@ class ExpertRows:
 
     def _of_sample(self, is_of_R: Tensor) -> Tensor:
         some = ExpertRows(self.x_RI, self.grad_RO * is_of_R[:, None], torch.zeros_like(self.sample_R), self.ends, 1)
-        return wide(some.weighted(is_of_R.new_ones(1)))
+        return wide(some.weighted(None))
 
 
 def squared_norms(uses: Sequence[Use]) -> Tensor:
@@ -230,6 +232,11 @@ def clip_weights(norms_B: Tensor, clip: float) -> Tensor:
     """
     norm = norms_B.clamp_min(0).sqrt()
     return torch.where(torch.isfinite(norm), (clip / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0), 0.0)
+
+
+def _times(grad: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply the rows of a gradient by their weights, if there are any."""
+    return grad if weights is None else grad * weights.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1))
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class _Reshaped:
     def norms(self) -> Tensor:
         return self._use.norms()
 
-    def weighted(self, weights_B: Tensor) -> Tensor:
+    def weighted(self, weights_B: Tensor | None) -> Tensor:
         return self._use.weighted(weights_B).view(self._shape)
 
     def per_sample(self) -> Tensor:

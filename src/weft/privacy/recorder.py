@@ -78,6 +78,7 @@ class Record:
         self.samples, self._owner_of, self._keeps = samples, owner_of, keeps
         self._entries: dict[int, _Entry] = {}
         self._norms: Tensor | None = None
+        self._sums: dict[int, tuple[nn.Parameter, Tensor]] | None = None
         #: Per-sample gradients of parameters whose gradients are sums over tp, by name.
         self.partial: dict[str, Tensor] = {}
 
@@ -89,11 +90,27 @@ class Record:
         entry.expected += 1
 
         def put(use: Use) -> None:
+            if self._sums is not None:
+                self._add(self._sums, param, use)
+                return
             entry.uses.append(use)
             if len(entry.uses) == entry.expected:
                 self._finish(entry)
 
         return put
+
+    @torch.no_grad()
+    def _add(self, sums: dict[int, tuple[nn.Parameter, Tensor]], param: nn.Parameter, use: Use) -> None:
+        found = use.weighted(None).to(param.dtype)
+        before = sums.get(id(param))
+        sums[id(param)] = param, found if before is None else before[1] + found
+
+    def second_backward(self, loss: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Run backward again, and return the parameters' gradients of this loss."""
+        self._sums = {}
+        loss.backward()
+        found, self._sums = list(self._sums.values()), None
+        return found
 
     @torch.no_grad()
     def _finish(self, entry: _Entry) -> None:

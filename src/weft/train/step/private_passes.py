@@ -1,13 +1,14 @@
 """Forward and backward passes whose gradients are clipped sample by sample.
 
 One pass keeps the factors of the weight gradients until the norms of the microbatch's samples are known. Two passes
-compute only the norms in the first one, and gradients of the weighted losses in the second one. zero=3 and pipelines need
-two: their gradients are reduced inside backward, and the norms of a sample are known after all stages.
+compute only the norms in the first backward, and the gradients of the weighted losses in a second one through the same
+graph. zero=3 and pipelines also run forward twice: their gradients are reduced inside backward, and the norms of a sample
+are known after all stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,8 @@ from weft.train.losses import CheckedLoss
 from weft.train.microbatches import ForwardFn, samples_in, split_rows
 from weft.train.step.passes import Accumulate, Work
 
+#: Elements of gradients that are held until they are passed to autograd.
+_DELIVERED = 2**20
 #: Relative difference of squared norms that rounding explains.
 _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 
@@ -86,6 +89,8 @@ class PrivateAccumulate(Accumulate):
         check_batch(work.microbatches[index], samples_in(work.microbatches[index]))
         if self.passes == 1:
             self._run_once(work, index)
+        elif not self._is_sharded:
+            self._run_backward_twice(work, index)
         else:
             [weights] = self.gradients.weights([self._norms(work, index)])
             work.draws.begin(index)
@@ -99,8 +104,17 @@ class PrivateAccumulate(Accumulate):
                 losses.sum().backward()
                 [weights] = self.gradients.weights([record])
                 weights = weights * (work.scale * (not work.samples[index].is_empty))
-                for param, grad in record.weighted(weights):
-                    torch.autograd.backward([param], [grad])
+                deliver(record.weighted(weights))
+
+    def _run_backward_twice(self, work: Work, index: int) -> None:
+        """Run forward once, backward for the norms, and backward of the weighted losses through the same graph."""
+        last = index == len(work.microbatches) - 1
+        with self.engine.microbatch(last):
+            record, losses = self._recorded(work, index, keeps=False, counts=True)
+            with self.meter.phase("backward"):
+                losses.sum().backward(retain_graph=True)
+                [weights] = self.gradients.weights([record])
+                deliver(record.second_backward(self._weighted(work, index, losses, weights)))
 
     def _norms(self, work: Work, index: int, check: Callable[[Tensor], None] | None = None) -> Record:
         """Run forward and backward without gradients of parameters. Return the record of the norms.
@@ -158,6 +172,20 @@ class PrivateAccumulate(Accumulate):
     def _weighted(self, work: Work, index: int, losses: Tensor, weights: Tensor) -> Tensor:
         factor = work.scale * (not work.samples[index].is_empty)
         return (losses * weights.to(losses.dtype)).sum() * factor
+
+
+def deliver(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Pass gradients to autograd, as if backward had computed them. Small ones are passed together."""
+    params: list[nn.Parameter] = []
+    grads: list[Tensor] = []
+    for param, grad in gradients:
+        params.append(param)
+        grads.append(grad)
+        if sum(one.numel() for one in grads) > _DELIVERED:
+            torch.autograd.backward(params, grads)
+            params, grads = [], []
+    if params:
+        torch.autograd.backward(params, grads)
 
 
 class PrivatePipelined(PrivateAccumulate):
