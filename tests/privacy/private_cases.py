@@ -135,7 +135,7 @@ def plain(case: PrivateCase) -> dict[str, torch.Tensor]:
                 sums[name] += grad * min(1.0, case.clip / norm)
         for name, param in named:
             every = noise_at(key, step, name, np.arange(param.numel())).reshape(param.shape)
-            param.grad = (sums[name] + case.noise * case.clip * torch.from_numpy(every)) / case.batch
+            param.grad = (sums[name] + case.noise * case.clip * torch.from_numpy(every).double()) / case.batch
         optimizer.step()
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 

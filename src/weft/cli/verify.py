@@ -26,6 +26,7 @@ _PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default the plan of run.tom
 _FULL_HELP = "With --all: try every combination of settings instead of each layout once and all pairs of settings."
 _SAMPLE_HELP = "With --all: try at most this many plans, drawn at random with --seed."
 _PART_HELP = 'With --all: try only one part of the plans, such as "2/10".'
+_PRIVACY_HELP = "Compare private steps, with clipping and noise, with a loop over single samples."
 _BATCH_HELP = "Samples per step; by default 8, with --all 4 per rank."
 
 
@@ -50,6 +51,7 @@ def verify(
         typer.Option("--layout", help=("pattern=style entries or a file of them; by default derived from the model.")),
     ] = "",
     engine: Annotated[str, typer.Option("--engine", help="torch, or jax: one program on virtual devices.")] = "torch",
+    privacy: Annotated[bool, typer.Option("--privacy", help=_PRIVACY_HELP)] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -61,6 +63,8 @@ def verify(
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
     _check_choice(engine, plan, all_ranks)
+    if privacy and (all_ranks is not None or engine != "torch"):
+        raise ConfigError("privacy=: private steps are verified under one plan of the torch engine. Give --plan.")
     choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
@@ -87,6 +91,8 @@ def verify(
     text = plan if plan is not None else subject.plan
     if not text:
         raise PlanError("plan=: give --plan, or --all with a number of ranks.")
+    if privacy:
+        raise typer.Exit(_verify_private(subject, Plan.parse(text), as_json))
     raise typer.Exit(_verify_one(subject, Plan.parse(text), engine, as_json))
 
 
@@ -136,6 +142,16 @@ def _verify_one(subject: Subject, plan: Plan, engine: str, as_json: bool) -> int
         for note in verifier.notes:
             print_line(note)
         print("\n".join(describe(verdict)))
+    return 0 if verdict.passed else 1
+
+
+def _verify_private(subject: Subject, plan: Plan, as_json: bool) -> int:
+    from weft.verify.private_steps import describe_private, verify_private
+    from weft.verify.verifier import check_subject
+
+    check_subject(subject, plan)
+    verdict = verify_private(subject, plan)
+    print(json.dumps(verdict.to_json()) if as_json else "\n".join(describe_private(verdict)))
     return 0 if verdict.passed else 1
 
 

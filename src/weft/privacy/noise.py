@@ -19,9 +19,11 @@ from weft.parallel.state.flat_slices import PlacedPart
 BLOCK = 2**14
 
 
-def block_noise(key: bytes, step: int, name: str, block: int, count: int) -> np.ndarray:
-    """Return the first `count` standard normal values of a block, float64."""
-    return _generator(_stream_key(key, step, name), block).standard_normal(count)
+def _block(stream: np.ndarray, block: int, count: int) -> np.ndarray:
+    """Return the first `count` standard normal values of a block, float32."""
+    return np.random.Generator(np.random.Philox(key=stream, counter=[0, 0, 0, block])).standard_normal(
+        count, dtype=np.float32
+    )
 
 
 def _stream_key(key: bytes, step: int, name: str) -> np.ndarray:
@@ -29,26 +31,22 @@ def _stream_key(key: bytes, step: int, name: str) -> np.ndarray:
     return np.frombuffer(digest, dtype=np.uint64)
 
 
-def _generator(stream: np.ndarray, block: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=stream, counter=[0, 0, 0, block]))
-
-
 def noise_at(key: bytes, step: int, name: str, positions: np.ndarray) -> np.ndarray:
-    """Return the values of elements of a parameter, float64. positions: int64 positions in the full tensor, (N,)."""
+    """Return the values of elements of a parameter, float32. positions: int64 positions in the full tensor, (N,)."""
     if not len(positions):
-        return np.zeros(0)
+        return np.zeros(0, dtype=np.float32)
     order = None
     if (np.diff(positions) < 0).any():
         order = np.argsort(positions, kind="stable")
         positions = positions[order]
     stream = _stream_key(key, step, name)
-    found = np.empty(len(positions))
+    found = np.empty(len(positions), dtype=np.float32)
     start = 0
     while start < len(positions):
         block = int(positions[start]) // BLOCK
         end = int(np.searchsorted(positions, (block + 1) * BLOCK))
         inside = positions[start:end] - block * BLOCK
-        found[start:end] = _generator(stream, block).standard_normal(int(inside[-1]) + 1)[inside]
+        found[start:end] = _block(stream, block, int(inside[-1]) + 1)[inside]
         start = end
     if order is None:
         return found
@@ -61,7 +59,7 @@ def _noise_of_range(key: bytes, step: int, name: str, start: int, end: int) -> n
     """Return the values of the elements from `start` to `end` (exclusive)."""
     stream = _stream_key(key, step, name)
     parts = [
-        _generator(stream, block).standard_normal(min(BLOCK, end - block * BLOCK))[max(0, start - block * BLOCK) :]
+        _block(stream, block, min(BLOCK, end - block * BLOCK))[max(0, start - block * BLOCK) :]
         for block in range(start // BLOCK, -(-end // BLOCK))
     ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -88,9 +86,8 @@ def add_noise(held: Iterable[tuple[nn.Parameter, PlacedPart]], key: bytes, step:
             found = _noise_of_range(key, step, place.name, place.start, place.start + count)
         else:
             found = noise_at(key, step, place.name, place.positions(0, count).cpu().numpy())
-        found *= scale
         noise = torch.from_numpy(found).to(grad.device, grad.dtype)
         if grad.is_contiguous():
-            grad.view(-1).add_(noise)
+            grad.view(-1).add_(noise, alpha=scale)
         else:  # positions are in memory order
-            grad.as_strided((count,), (1,)).add_(noise)
+            grad.as_strided((count,), (1,)).add_(noise, alpha=scale)
