@@ -214,7 +214,11 @@ def digits(seeds: int, epochs: int) -> None:
             optimizer: Any = torch.optim.SGD(rival.parameters(), lr=lr)
             loader: Any = torch.utils.data.DataLoader(data, batch_size=size)
             rival, optimizer, loader = PrivacyEngine().make_private(
-                module=rival, optimizer=optimizer, data_loader=loader, noise_multiplier=privacy.noise, max_grad_norm=clip
+                module=rival,
+                optimizer=optimizer,
+                data_loader=loader,
+                noise_multiplier=privacy.noise,
+                max_grad_norm=clip,
             )
             done = 0
             while done < steps:

@@ -17,6 +17,7 @@ __all__ = [
     "Microbatches",
     "ModelSpec",
     "Plan",
+    "Privacy",
     "Run",
     "RunConfig",
     "TableOptimizer",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from weft.parallel.random.draws import bernoulli, rand_like, randint_like, randn_like
     from weft.planner.report.explanation import search
     from weft.pools.pool import pool
+    from weft.privacy.settings import Privacy
     from weft.train.losses import group_loss
     from weft.train.microbatches import Microbatches
     from weft.train.script.script_run import Run, init
@@ -79,6 +81,7 @@ __getattr__ = loads(
         "Mesh": ".comm.mesh",
         "Microbatches": ".train.microbatches",
         "init": ".train.script.script_run",
+        "Privacy": ".privacy.settings",
         "Run": ".train.script.script_run",
         "TrainStep": ".train.step.train_step",
     },

@@ -47,7 +47,9 @@ def test_noise_for_an_epsilon():
     assert 1.99 < epsilon_of([Steps(noise, 0.06, 300)], 1e-4) <= 2.0
     assert epsilon_of([], 1e-5) == 0.0
     assert epsilon_of([Steps(0.0, 0.1, 1)], 1e-5) == math.inf
-    with pytest.raises(PlanError, match=r"privacy.epsilon=1e-05: 100000 steps with 1 of the records each exceed it at any"):
+    with pytest.raises(
+        PlanError, match=r"privacy.epsilon=1e-05: 100000 steps with 1 of the records each exceed it at any"
+    ):
         noise_for(1e-5, 1e-6, 1.0, 100000)
 
 

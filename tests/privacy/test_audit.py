@@ -78,6 +78,8 @@ def test_audit_is_silent_on_a_right_run_and_loud_without_clipping():
     stated = epsilon_of([Steps(3.0, 0.2, 12)], 1e-4)
     assert audited() < stated
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleGradients, "weights", lambda self, records: [torch.ones_like(n) for n in self.norms(records)])
+        patch.setattr(
+            SampleGradients, "weights", lambda self, records: [torch.ones_like(n) for n in self.norms(records)]
+        )
         without = audited()
     assert without > 2 * stated

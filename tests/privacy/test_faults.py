@@ -14,7 +14,11 @@ from weft.privacy.gradients import SampleGradients
 from weft.privacy.recorder import Owner, Record
 from weft.train.step.update import WeightUpdate
 
-NET, REPLICAS, SHARDS = PrivateCase("net"), PrivateCase("net", "dp_replicate=2"), PrivateCase("net", "dp_shard=2 zero=1")
+NET, REPLICAS, SHARDS = (
+    PrivateCase("net"),
+    PrivateCase("net", "dp_replicate=2"),
+    PrivateCase("net", "dp_shard=2 zero=1"),
+)
 
 
 def noise_on_one_rank(patch):

@@ -46,9 +46,12 @@ class Twice(nn.Module):
         self.one, self.other = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 4))
 
     def forward(self, x):
-        return torch.addmm(x.new_zeros(4), self.one(torch.tanh(self.one(x))).flatten(0, 1), self.other).view(
-            *x.shape[:2], 4
-        ) + x @ self.other
+        return (
+            torch.addmm(x.new_zeros(4), self.one(torch.tanh(self.one(x))).flatten(0, 1), self.other).view(
+                *x.shape[:2], 4
+            )
+            + x @ self.other
+        )
 
 
 class Shift(nn.Module):

@@ -10,9 +10,9 @@ import torch
 
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.cli.app import run
+from weft.parallel.state.flat_slices import read_full
 from weft.train.folder import RunFolder
 from weft.train.model_state import GroupSource
-from weft.parallel.state.flat_slices import read_full
 
 CONFIG = """
 [task]
@@ -60,6 +60,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: read_full(source, name) for name in source.entries}
 
 
+@pytest.mark.full
 def test_resumed_run_equals_an_uninterrupted_one(config, capsys):
     assert train(config, "whole")[0] == 0
     assert train(config, "parts", "train.steps=3")[0] == 0
@@ -74,7 +75,10 @@ def test_resumed_run_equals_an_uninterrupted_one(config, capsys):
     assert "key" not in report
     assert report["spent"]["prv"] == pytest.approx(report["spent"]["pld"], rel=0.01)
     assert run(["privacy", "report", str(config.parent / "runs/parts")]) == 0
-    assert "NOT PRIVATE: the key is known (privacy.key=test:...), so anyone can subtract the noise" in capsys.readouterr().out
+    assert (
+        "NOT PRIVATE: the key is known (privacy.key=test:...), so anyone can subtract the noise"
+        in capsys.readouterr().out
+    )
     # A checkpoint of private steps is not continued without privacy.
     assert train(config, "parts", "train.steps=8", "privacy.noise=0", "privacy.delta=0", "privacy.key=")[0] == 2
 
@@ -86,7 +90,9 @@ def test_spent_budget_stops_the_run(config, capsys):
     assert 1 < found.step < 40
     assert (folder / "privacy.key").stat().st_mode & 0o777 == 0o600
     secret = (folder / "privacy.key").read_bytes()
-    assert not any(secret in path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "privacy.key")
+    assert not any(
+        secret in path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "privacy.key"
+    )
     capsys.readouterr()
     assert run(["privacy", "report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["spent"]["prv"] <= 1.2
@@ -94,6 +100,7 @@ def test_spent_budget_stops_the_run(config, capsys):
     assert f"it is spent after {found.step} steps. Use the weights of this step" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_audit_of_a_run(config, capsys):
     code, folder = train(config, "audited", "privacy.canaries=100")
     assert code == 0
@@ -115,9 +122,16 @@ def test_plan_prints_noise(capsys):
     assert row["most_drawn"] > 100
 
 
+@pytest.mark.full
 def test_tasks_of_streams_are_refused(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("word " * 2000)
-    words = [f"data.train={text}", "privacy.epsilon=8", "privacy.delta=1e-5", f"run.dir={tmp_path}", "launch.device=cpu"]
+    words = [
+        f"data.train={text}",
+        "privacy.epsilon=8",
+        "privacy.delta=1e-5",
+        f"run.dir={tmp_path}",
+        "launch.device=cpu",
+    ]
     assert run(["train", *words]) == 2
     assert "makes batches of a stream or of several records, so no record can be drawn" in capsys.readouterr().err

@@ -19,13 +19,13 @@ from weft.train.losses import group_loss
 
 GOOD = {"records": 100, "batch": 10, "steps": 5, "delta": 1e-3, "noise": 1.0, "key": KEY}
 SETTINGS = [
-    ({"delta": 0.01}, "privacy.delta=0.01: with 100 records, a delta from 1/100 on allows to publish a whole record. Use "
-     "delta=0.001."),
+    ({"delta": 0.01}, "privacy.delta=0.01: with 100 records, a delta from 1/100 on allows to publish a whole record. "
+     "Use delta=0.001."),
     ({"batch": 200}, "privacy.batch=200: a step draws at most the 100 records. Use a batch of at most 100."),
     ({"noise": None}, "privacy.epsilon: neither epsilon nor noise is set. Set epsilon=8, or noise=1.0."),
     ({"clip": 0.0}, "privacy.clip=0: it is a positive number. Use clip=1.0."),
-    ({"unit": "user"}, "privacy.unit=user: Weft protects single samples. Use unit=sample, with one sample for each person or "
-     "document."),
+    ({"unit": "user"}, "privacy.unit=user: Weft protects single samples. Use unit=sample, with one sample for each "
+     "person or document."),
     ({"accountant": "rdp"}, "privacy.accountant=rdp: it is prv or pld. Use accountant=prv."),
     ({"passes": 3}, "privacy.passes=3: it is 1, 2, or 0 to choose. Use passes=0."),
     ({"records": 0}, "privacy.records=0: it is a number from 1 on. Use records=1000."),
@@ -43,11 +43,13 @@ def step_of(model: nn.Module, plan: str = "", loss=loss_fn, **options):
     chosen = Plan.parse(plan)
     run = weft.Run(chosen, build_mesh(Plan()), Traffic(), seed=0)
     run.mesh.plan = chosen
-    return run, run.train_step(run.parallelize(model), torch.optim.SGD, loss, lr=0.1, privacy=Privacy(**GOOD), **options)
+    return run, run.train_step(
+        run.parallelize(model), torch.optim.SGD, loss, lr=0.1, privacy=Privacy(**GOOD), **options
+    )
 
 
 def test_max_grad_norm():
-    with pytest.raises(PlanError, match="with privacy, the gradient of each sample is clipped to privacy.clip. Leave"):
+    with pytest.raises(PlanError, match=r"with privacy, the gradient of each sample is clipped to privacy.clip. Leave"):
         step_of(nn.Linear(2, 2), max_grad_norm=1.0)
 
 
@@ -100,10 +102,10 @@ class Keyword(nn.Module):
 MODELS = [
     (lambda: Block(nn.BatchNorm1d(4)), "privacy: layer (BatchNorm1d) mixes the samples of a batch. Use nn.GroupNorm or "
      "nn.LayerNorm."),
-    (lambda: decoder(num_experts=4, expert_ffn_dim=8), "privacy: blocks.0.mlp.router (Router) balances experts over the tokens "
-     "of all samples, outside the clipped gradients. Use model.balance=none."),
-    (lambda: decoder(num_experts=4, expert_ffn_dim=8, balance="none", capacity_factor=1.0), "privacy: blocks.0.mlp.router "
-     "(Router) drops tokens by the load of other samples. Use model.capacity_factor=0."),
+    (lambda: decoder(num_experts=4, expert_ffn_dim=8), "privacy: blocks.0.mlp.router (Router) balances experts over "
+     "the tokens of all samples, outside the clipped gradients. Use model.balance=none."),
+    (lambda: decoder(num_experts=4, expert_ffn_dim=8, balance="none", capacity_factor=1.0), "privacy: "
+     "blocks.0.mlp.router (Router) drops tokens by the load of other samples. Use model.capacity_factor=0."),
 ]  # fmt: skip
 
 
@@ -120,7 +122,8 @@ def samples_loss(output, batch):
 
 FIRST = [
     (Mixes, "so the model mixes samples or its rows are not samples. Put samples first"),
-    (CustomLayer, r"privacy: the gradient of layer.scale comes from a custom autograd function, so it would not be clipped"),
+    (CustomLayer, r"privacy: the gradient of layer.scale comes from a custom autograd function, so it "
+    "would not be clipped"),
     (Keyword, "privacy: layer must read tensors with one row for each of the 2 samples, and return one such tensor"),
 ]  # fmt: skip
 
@@ -133,7 +136,7 @@ def test_first_step_refuses(layer, text):
 
 
 def test_losses_that_compare_samples():
-    with pytest.raises(ModelError, match="privacy: GroupLoss compares samples, so no sample has a loss of its own."):
+    with pytest.raises(ModelError, match=r"privacy: GroupLoss compares samples, so no sample has a loss of its own."):
         step_of(nn.Linear(2, 2), loss=group_loss(2)(lambda own, every, places: (own[0].sum(), 1)))
 
 
@@ -146,9 +149,10 @@ def test_packed_documents():
 
 
 PLANS = [
-    ("recompute=full", "recompute=full: with privacy, the recorder does not see a forward that runs again in backward. Use "
-     "recompute=none."),
-    ("compile=on", "compile=on: with privacy, the recorder does not see the operations of a compiled block. Use compile=off."),
+    ("recompute=full", "recompute=full: with privacy, the recorder does not see a forward that runs again in backward. "
+     "Use recompute=none."),
+    ("compile=on", "compile=on: with privacy, the recorder does not see the operations of a "
+    "compiled block. Use compile=off."),
     ("precision=fp16", "precision=fp16: with privacy, norms in fewer bits are not bounds. Use precision=fp32."),
 ]  # fmt: skip
 
@@ -165,7 +169,9 @@ def test_plans(plan, text):
 def test_contexts_are_refused():
     from weft.privacy.rules import check_plan
 
-    with pytest.raises(PlanError, match="cp=2: with privacy, the norm of a sample's gradient needs all its tokens on one"):
+    with pytest.raises(
+        PlanError, match="cp=2: with privacy, the norm of a sample's gradient needs all its tokens on one"
+    ):
         check_plan(Plan.parse("cp=2"))
 
 
@@ -196,7 +202,7 @@ def test_other_records():
 
 def test_key_files(tmp_path):
     path = tmp_path / "key"
-    with pytest.raises(ConfigError, match="No such file or directory. Name the key file of this run"):
+    with pytest.raises(ConfigError, match=r"No such file or directory. Name the key file of this run"):
         read_key(str(path))
     create_key(str(path))
     assert path.stat().st_mode & 0o777 == 0o600

@@ -57,6 +57,7 @@ CEILINGS: dict[str, float] = {
     "parallel": 1.9,
     "planner": 0.8,
     "pools": 0.0,
+    "privacy": 0.0,
     "rl": 0.0,
     "train": 1.7,
     "verify": 1.2,

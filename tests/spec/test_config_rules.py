@@ -11,6 +11,7 @@ from weft.config.rules.config_rules import CONFIG_RULES, config_problems
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError
 
+PRIVATE = ["privacy.epsilon=8", "privacy.delta=1e-5"]
 CASES = [
     ("model-path-decides", ["model.path=base", "model.dim=64"],
      "model.path=base: the folder sets model.dim. Leave it out, or leave model.path out."),
@@ -193,6 +194,21 @@ CASES = [
     ("tables-are-in-the-layout", ["tables.lr=0.1"],
      "tables.optimizer=rowwise_adagrad: settings of [tables] are set, and layout shards no embedding table. Set "
      "layout, such as 'user=rows', or leave them out."),
+    ("privacy-fits-the-plan", [*PRIVATE, "plan=dp_replicate=2 recompute=full"],
+     "privacy.epsilon=8: plan.recompute=full: with privacy, the recorder does not see a forward that runs again in "
+     "backward. Use recompute=none."),
+    ("privacy-needs-a-plan", [*PRIVATE, "plan=auto"],
+     "privacy.epsilon=8: the planner does not count per-sample gradients. Write the plan, such as "
+     "plan='dp_replicate=*'."),
+    ("privacy-needs-torch", [*PRIVATE, "launch.engine=jax"],
+     "privacy.epsilon=8: the JAX engine has no private steps. Use launch.engine=torch."),
+    ("privacy-needs-delta", ["privacy.epsilon=8"],
+     "privacy.delta=0: it is a probability below 1 / number of records. Use privacy.delta=1e-5."),
+    ("privacy-draws-by-record", [*PRIVATE, "data.batching=cost"],
+     "privacy.epsilon=8: records are drawn independently, not by cost. Leave data.batching out."),
+    ("privacy-is-on", ["privacy.clip=0.5"],
+     "privacy.delta=0: settings of [privacy] are set, and neither epsilon nor noise is. Set privacy.epsilon=8, or "
+     "leave them out."),
     ("tables-decay-lazily", ["layout=user=rows", "tables.weight_decay=0.1"],
      "tables.weight_decay=0.1: tables.optimizer=rowwise_adagrad does not decay rows. Use 0, or "
      "tables.optimizer=lazy_adamw."),

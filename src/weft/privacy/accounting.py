@@ -60,8 +60,8 @@ def noise_for(epsilon: float, delta: float, rate: float, steps: int, accountant:
         high *= 2
         if high > _MOST_NOISE:
             raise PlanError(
-                f"privacy.epsilon={epsilon:g}: {steps} steps with {rate:.3g} of the records each exceed it at any noise up "
-                f"to {_MOST_NOISE:g}. Use a larger epsilon, fewer steps, or a smaller batch."
+                f"privacy.epsilon={epsilon:g}: {steps} steps with {rate:.3g} of the records each exceed it at any "
+                f"noise up to {_MOST_NOISE:g}. Use a larger epsilon, fewer steps, or a smaller batch."
             )
     above = below = spent(high)
     low = high

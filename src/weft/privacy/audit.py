@@ -1,8 +1,8 @@
 """A lower bound on the epsilon of a run, from canaries: records that a coin put into the data or left out.
 
-After training, each canary has a score, and the audit guesses which canaries were in. Under (epsilon, delta) differential
-privacy the number of right guesses is bounded in probability: Steinke, Nasr and Jagielski 2023, arXiv 2305.08846,
-"Privacy auditing with one (1) training run". One run suffices, because the coins are independent.
+After training, each canary has a score, and the audit guesses which canaries were in. Under (epsilon, delta)
+differential privacy the number of right guesses is bounded in probability. One run suffices, because the coins are
+independent (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def choose_canaries(key: bytes, records: int, number: int) -> Canaries:
 def audit(scores: np.ndarray, is_in: np.ndarray, delta: float) -> Audit:
     """Return a lower bound of epsilon that is right with probability 1 - `SIGNIFICANCE`.
 
-    Half of the guesses are the canaries with the highest scores, as in the data, and half those with the lowest, as left
-    out. Four numbers of guesses are tried, and share the significance.
+    It guesses that canaries with the highest scores are in the data, and as many with the lowest scores are not. Four
+    numbers of guesses are tried, and share the significance.
 
     Args:
         scores: score of each canary, higher if it is likelier to be in the data.
@@ -83,8 +83,8 @@ def lower_bound(canaries: int, guesses: int, right: int, delta: float, significa
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Return a bound of the probability of at least `right` right guesses under (epsilon, delta) privacy.
 
-    With delta=0, each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the others are. Delta
-    adds at most 2 delta per canary, times the largest rate at which the tail of the binomial grows.
+    With delta=0, each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the others are.
+    Delta adds at most 2 delta per canary, times the largest rate at which the tail of the binomial grows.
     """
     binom: Any = _scipy_stats().binom
     chance = 1 / (1 + np.exp(-epsilon))

@@ -110,8 +110,8 @@ class SampleGradients:
     def refuse_unseen(self, name: str) -> None:
         """Raise ModelError for a parameter whose gradient is computed outside the recorder."""
         raise ModelError(
-            f"privacy: the gradient of {name} comes from a custom autograd function, so it would not be clipped by sample. "
-            "Freeze it, or build its layer from linear layers, embeddings, convolutions and norms."
+            f"privacy: the gradient of {name} comes from a custom autograd function, so it would not be clipped by "
+            "sample. Freeze it, or build its layer from linear layers, embeddings, convolutions and norms."
         )
 
     def weights(self, records: Sequence[Record]) -> list[Tensor]:
@@ -165,8 +165,8 @@ def _rows(output: Any, samples: int) -> list[Any]:
     for tensor in tensors_in(output):
         if tensor.ndim and len(tensor) != samples:
             raise ModelError(
-                f"privacy: the model's output has a tensor of shape {tuple(tensor.shape)} for {samples} samples. Return a "
-                "row for each sample, so that each has a loss of its own."
+                f"privacy: the model's output has a tensor of shape {tuple(tensor.shape)} for {samples} samples. "
+                "Return a row for each sample, so that each has a loss of its own."
             )
         divided[id(tensor)] = tensor.split(1) if tensor.ndim else (tensor,) * samples
     if not divided:

@@ -48,6 +48,8 @@ def create_key(key: str) -> None:
     except FileExistsError:
         return
     except OSError as error:
-        raise ConfigError(f"privacy.key={key}: {error.strerror}. Name a file in a folder that you can write.") from error
+        raise ConfigError(
+            f"privacy.key={key}: {error.strerror}. Name a file in a folder that you can write."
+        ) from error
     with os.fdopen(descriptor, "wb") as file:
         file.write(os.urandom(_BYTES))

@@ -89,21 +89,23 @@ class Ledger:
         """
         if saved is None:
             raise CheckpointError(
-                "privacy: the checkpoint's steps were not private, so no bound holds for its weights. Start a new run, or "
-                "leave privacy out."
+                "privacy: the checkpoint's steps were not private, so no bound holds for its weights. Start a new run, "
+                "or leave privacy out."
             )
         try:
             steps = [Steps(float(noise), float(rate), int(count)) for noise, rate, count in saved["steps"]]
             is_test, was = bool(saved["is_test"]), {name: saved[name] for name in ("records", "unit", "delta")}
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"privacy: the checkpoint's account is damaged ({error!r}). Use another one.") from error
+            raise CheckpointError(
+                f"privacy: the checkpoint's account is damaged ({error!r}). Use another one."
+            ) from error
         if any(not (one.noise > 0 and 0 < one.rate <= 1 and one.count > 0) for one in steps):
             raise CheckpointError("privacy: the checkpoint's account has impossible steps. Use another checkpoint.")
         for name, value in was.items():
             if value != getattr(self.privacy, name):
                 raise CheckpointError(
-                    f"privacy.{name}={getattr(self.privacy, name)}: the checkpoint's steps were accounted with {value}, and "
-                    f"a bound holds for the same records, unit and delta. Use {name}={value}."
+                    f"privacy.{name}={getattr(self.privacy, name)}: the checkpoint's steps were accounted with "
+                    f"{value}, and a bound holds for the same records, unit and delta. Use {name}={value}."
                 )
         self.steps, self.is_test, self._last = steps, is_test, -1
 

@@ -1,7 +1,7 @@
 """Autograd functions of layers that hand the factors of weight gradients to a recorder instead of autograd.
 
-Each takes the parameter as a detached leaf, so that backward reaches neither the parameter nor its hooks. `put` receives
-the `Use`. B samples, T tokens of a sample, I inputs, O outputs, D features.
+Each takes the parameter as a detached leaf, so that backward reaches neither the parameter nor its hooks. `put`
+receives the `Use`. B samples, T tokens of a sample, I inputs, O outputs, D features.
 """
 
 from __future__ import annotations
@@ -195,9 +195,9 @@ class Alone(Function):
         )
         if not is_by_row:
             raise ModelError(
-                f"privacy: {path} must read tensors with one row for each of the {samples} samples, and return one such "
-                "tensor, for its gradients to be computed sample by sample. Freeze it, or build it from linear layers, "
-                "embeddings, convolutions and norms."
+                f"privacy: {path} must read tensors with one row for each of the {samples} samples, and return one "
+                "such tensor, for its gradients to be computed sample by sample. Freeze it, or build it from linear "
+                "layers, embeddings, convolutions and norms."
             )
         return found
 
@@ -242,8 +242,8 @@ def run_alone(
     places = [index for index, one in enumerate(args) if isinstance(one, Tensor)]
     if any(isinstance(value, Tensor) for value in kwargs.values()):
         raise ModelError(
-            f"privacy: {path} reads tensors by keyword, and its gradients are computed sample by sample from positional "
-            "arguments. Pass them by position."
+            f"privacy: {path} reads tensors by keyword, and its gradients are computed sample by sample from "
+            "positional arguments. Pass them by position."
         )
 
     def call(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:

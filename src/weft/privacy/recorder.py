@@ -1,7 +1,7 @@
 """Recorder of a forward whose backward computes per-sample gradient norms instead of parameter gradients.
 
-A torch function mode replaces each operation that reads a trained parameter by one of `operations`. An operation that it
-does not know raises `UnknownUse`, so no gradient is left out silently.
+A torch function mode replaces each operation that reads a trained parameter by one of `operations`. An operation that
+it does not know raises `UnknownUse`, so no gradient is left out silently.
 """
 
 from __future__ import annotations
@@ -484,9 +484,7 @@ def _columns(
         read.append(Column(weight, None, member.is_transposed, member.form))
     listener: Any = _Listener(puts, recorder.record.samples)
     made = columns(x, whole, line, read, listener)
-    return tuple(
-        recorder._apply(torch.add, out, member.bias) for out, member in zip(made, members, strict=True)
-    )
+    return tuple(recorder._apply(torch.add, out, member.bias) for out, member in zip(made, members, strict=True))
 
 
 _RULES: dict[Any, Callable[..., Any]] = {

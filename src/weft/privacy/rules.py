@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from weft.config.plan import Plan
-from weft.config.privacy.rules import private_plan_problems
+from weft.config.rules.privacy_rules import private_plan_problems
 from weft.errors import ModelError, PlanError
 from weft.models.experts import Router
 from weft.parallel.expert import ForeignRouter
@@ -53,18 +53,22 @@ def _model_problems(model: nn.Module, axes: AxisMap) -> Iterator[str]:
         placement = axes.placement(name)
         if placement.name or "ends" in (*placement.cut, *placement.partial):
             yield (
-                f"privacy: {name} shares its weight with a layer of another pipeline stage, and the norm of their sum needs "
-                "both on one rank. Use pp=1, or an untied head."
+                f"privacy: {name} shares its weight with a layer of another pipeline stage, and the norm of their sum "
+                "needs both on one rank. Use pp=1, or an untied head."
             )
         if placement.index is not None:
             yield (
-                f"privacy: {name} has fewer heads than tp has ranks, so ranks hold the same rows. Use a tp of at most the "
-                "number of key-value heads."
+                f"privacy: {name} has fewer heads than tp has ranks, so ranks hold the same rows. Use a tp of at most "
+                "the number of key-value heads."
             )
         elif "ep" in placement.cut:
-            yield f"privacy: the experts of {name} are on several ranks, and so are the rows of a sample. Use tp=1 and ep=1."
+            yield (
+                f"privacy: the experts of {name} are on several ranks, and so are the rows of a sample. Use tp=1 and "
+                "ep=1."
+            )
         elif set(placement.cut) - {"tp"} or set(placement.partial) - {"tp"}:
-            yield f"privacy: {name} is divided over {'*'.join(placement.cut or placement.partial)}. Divide it over tp only."
+            where = "*".join(placement.cut or placement.partial)
+            yield f"privacy: {name} is divided over {where}. Divide it over tp only."
 
 
 def check_batch(batch: Any, num_rows: int) -> None:
@@ -74,6 +78,6 @@ def check_batch(batch: Any, num_rows: int) -> None:
     ids = batch.get("document_ids_BT", batch.get("document_ids"))
     if ids is not None and ids.dim() == 2 and len(ids) == num_rows and bool((ids != ids[:, :1]).any()):
         raise ModelError(
-            "privacy: a row of the batch packs several documents, so clipping a row bounds none of them. Use one document "
-            "in each row (data.pack=off), padded or cut to the sequence length."
+            "privacy: a row of the batch packs several documents, so clipping a row bounds none of them. Use one "
+            "document in each row (data.pack=off), padded or cut to the sequence length."
         )

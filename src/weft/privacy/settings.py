@@ -19,8 +19,8 @@ class Privacy:
         batch: expected number of samples of a step, by which gradient sums are divided.
         steps: number of steps that the budget is for.
         delta: probability with which the bound by epsilon may fail. Less than 1 / `records`.
-        epsilon: privacy budget. The run pauses before a step that would exceed it. None for no budget, if `noise` is set.
-        clip: largest norm of a sample's gradient.
+        epsilon: privacy budget. The run pauses before a step that would exceed it. None for no budget, if `noise` is
+        set. clip: largest norm of a sample's gradient.
         noise: standard deviation of the noise divided by `clip`; None for the least that `epsilon` allows.
         unit: what is protected: "sample", one record.
         accountant: "prv" (Opacus) or "pld" (dp-accounting).
@@ -81,13 +81,13 @@ def _problems(privacy: Privacy) -> list[str]:
         return found
     if privacy.batch > privacy.records:
         found.append(
-            f"privacy.batch={privacy.batch}: a step draws at most the {privacy.records} records. Use a batch of at most "
-            f"{privacy.records}."
+            f"privacy.batch={privacy.batch}: a step draws at most the {privacy.records} records. Use a batch of at "
+            f"most {privacy.records}."
         )
     if not 0 < privacy.delta < 1 / privacy.records:
         found.append(
-            f"privacy.delta={privacy.delta:g}: with {privacy.records} records, a delta from 1/{privacy.records} on allows "
-            f"to publish a whole record. Use delta={0.1 / privacy.records:.1g}."
+            f"privacy.delta={privacy.delta:g}: with {privacy.records} records, a delta from 1/{privacy.records} on "
+            f"allows to publish a whole record. Use delta={0.1 / privacy.records:.1g}."
         )
     if privacy.epsilon is None and privacy.noise is None:
         found.append("privacy.epsilon: neither epsilon nor noise is set. Set epsilon=8, or noise=1.0.")
@@ -97,8 +97,8 @@ def _problems(privacy: Privacy) -> list[str]:
             found.append(f"privacy.{name}={value:g}: it is a positive number. Use {name}=1.0.")
     if privacy.unit != "sample":
         found.append(
-            f"privacy.unit={privacy.unit}: Weft protects single samples. Use unit=sample, with one sample for each person "
-            "or document."
+            f"privacy.unit={privacy.unit}: Weft protects single samples. Use unit=sample, with one sample for each "
+            "person or document."
         )
     if privacy.accountant not in ACCOUNTANTS:
         found.append(f"privacy.accountant={privacy.accountant}: it is prv or pld. Use accountant=prv.")

@@ -80,11 +80,13 @@ class PrivateUpdate:
         """
         if hasattr(loss_fn, "compare"):
             raise ModelError(
-                f"privacy: {type(loss_fn).__name__} compares samples, so no sample has a loss of its own. Use a loss that is "
-                "a sum over samples, such as cross-entropy."
+                f"privacy: {type(loss_fn).__name__} compares samples, so no sample has a loss of its own. Use a loss "
+                "that is a sum over samples, such as cross-entropy."
             )
         if table_weights(model):
-            raise ModelError("privacy: rows of embedding tables on data ranks are not clipped by sample. Leave layout out.")
+            raise ModelError(
+                "privacy: rows of embedding tables on data ranks are not clipped by sample. Leave layout out."
+            )
         check_model(model, data_parallel(model).axes, self.privacy.passes, mesh.plan)
         places = getattr(optimizer, "places", None)
         if not isinstance(places, dict):
@@ -101,8 +103,8 @@ class PrivateUpdate:
         """Raise BudgetSpent if one more step would exceed the budget."""
         if self.ledger.is_spent:
             raise BudgetSpent(
-                f"privacy.epsilon={self.privacy.epsilon:g}: it is spent after {self.ledger.count} steps. Use the weights of "
-                "this step, or start a run with a larger epsilon."
+                f"privacy.epsilon={self.privacy.epsilon:g}: it is spent after {self.ledger.count} steps. Use the "
+                "weights of this step, or start a run with a larger epsilon."
             )
 
     def add_noise(self, factor: float) -> None:
@@ -124,8 +126,9 @@ class PrivateUpdate:
             for param in group["params"]:
                 if param.numel() and param.requires_grad and param not in self._places:
                     raise ModelError(
-                        f"privacy: the optimizer has a parameter of shape {tuple(param.shape)} whose place in the model is "
-                        "unknown, so it would get no noise. Build the optimizer in run.train_step, from its class."
+                        f"privacy: the optimizer has a parameter of shape {tuple(param.shape)} whose place in the "
+                        "model is unknown, so it would get no noise. Build the optimizer in "
+                        "run.train_step, from its class."
                     )
         self._is_checked = True
 
@@ -140,8 +143,8 @@ def restore_account(update: PrivateUpdate | None, saved: Any) -> None:
         update.ledger.restore(saved)
     elif saved:
         raise CheckpointError(
-            "privacy: the checkpoint's steps were private, and a further step without privacy would void their bound. Set "
-            "privacy.epsilon, or start a new run from the exported weights."
+            "privacy: the checkpoint's steps were private, and a further step without privacy would void their bound. "
+            "Set privacy.epsilon, or start a new run from the exported weights."
         )
 
 

@@ -109,7 +109,9 @@ def _train_on_rank(subject: Subject, text: str) -> dict[str, Tensor]:
     """Train under a plan. Return the full weights on the first rank."""
     case, plan = subject.build(), Plan.parse(text)
     mesh, size = build_mesh(plan), case.settings.global_batch
-    model = parallelize(case.model(), mesh, layout=case.layout, seed=case.settings.seed, example=case.example(case.model()))
+    model = parallelize(
+        case.model(), mesh, layout=case.layout, seed=case.settings.seed, example=case.example(case.model())
+    )
     privacy = Privacy(4 * size, size, case.num_steps, 1e-6, noise=_NOISE, clip=_CLIP, key=_KEY)
     optimizer = case.optimizer_of(model)
     step = TrainStep(model, optimizer, case.loss, mesh, forward=case.forward, privacy=PrivateUpdate(privacy, mesh))
@@ -128,5 +130,6 @@ def describe_private(verdict: PrivateVerdict) -> list[str]:
     word = "equal" if verdict.passed else "DIFFERS"
     return [
         *lines,
-        f"{word}: private steps differ from single samples by at most {verdict.max_rel_diff:.1e} ({verdict.seconds:.1f} s)",
+        f"{word}: private steps differ from single samples by at "
+        f"most {verdict.max_rel_diff:.1e} ({verdict.seconds:.1f} s)",
     ]

@@ -46,7 +46,9 @@ def plan(
     from weft.privacy.settings import Privacy
 
     chosen = 0.1 / max(records, 1) if delta is None else delta
-    sizes = [batch] if batch is not None else [one for one in (64, 256, 1024, 4096, 16384) if one <= records] or [records]
+    sizes = (
+        [batch] if batch is not None else [one for one in (64, 256, 1024, 4096, 16384) if one <= records] or [records]
+    )
     rows: list[dict[str, Any]] = []
     for size in sizes:
         noise = Privacy(records, size, steps, chosen, epsilon, accountant=accountant).resolved().noise
@@ -80,8 +82,8 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as
     if is_test:
         print("NOT PRIVATE: the key is known (privacy.key=test:...), so anyone can subtract the noise")
     print(
-        f"epsilon {spent['prv']:.3f} (PRV), {spent['pld']:.3f} (PLD) at delta {delta:.2g}, for one {account['unit']} of "
-        f"{int(account['records']):,}"
+        f"epsilon {spent['prv']:.3f} (PRV), {spent['pld']:.3f} (PLD) at delta {delta:.2g}, for one {account['unit']} "
+        f"of {int(account['records']):,}"
     )
     for one in history:
         print(f"  {one.count:,} steps: noise {one.noise:.3f}, each record with probability {one.rate:.3g}")
@@ -94,8 +96,8 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as
 def audit(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as_json: Json = False) -> None:
     """Compute a lower bound of the epsilon from the run's canaries. Exit code 1 if it is above the stated epsilon.
 
-    The run needs privacy.canaries: a coin leaves out about half of these records, and the audit guesses from their losses
-    which ones were trained.
+    The run needs privacy.canaries: a coin leaves out about half of these records, and the audit guesses from their
+    losses which ones were trained.
     """
     import torch
 
@@ -117,8 +119,8 @@ def audit(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as_
                           "guesses": found.guesses, "right": found.right, "passed": not is_above}))  # fmt: skip
     else:
         print(
-            f"{run}: {found.right} of {found.guesses} guesses about {len(scores)} canaries are right: epsilon is at least "
-            f"{found.epsilon:.3f} (95 %), and {stated:.3f} is stated"
+            f"{run}: {found.right} of {found.guesses} guesses about {len(scores)} canaries are right: epsilon is at "
+            f"least {found.epsilon:.3f} (95 %), and {stated:.3f} is stated"
         )
         if is_above:
             print("ABOVE the stated epsilon: the run is not as private as its account says. Do not publish it.")

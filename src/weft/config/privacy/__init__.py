@@ -1,1 +1,1 @@
-"""The section [privacy] and its rules."""
+"""The section [privacy]."""

@@ -13,12 +13,12 @@ from weft.config.model_spec import resolve_decoder
 from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
 from weft.config.plan_text import is_auto
-from weft.config.privacy.rules import PRIVACY_RULES
 from weft.config.rules.config_rule import ConfigRule, plan_of
 from weft.config.rules.engine_rules import JAX_RULES
 from weft.config.rules.monitor_rules import energy_problems, watch_problems
 from weft.config.rules.optimizer_rules import OPTIMIZER_RULES
 from weft.config.rules.plan_rules import check
+from weft.config.rules.privacy_rules import PRIVACY_RULES
 from weft.config.rules.rule import Facts
 from weft.config.rules.table_rules import TABLE_RULES
 from weft.config.rules.technique_rules import keeps_residual

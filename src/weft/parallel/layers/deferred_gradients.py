@@ -147,7 +147,5 @@ def linear(
         form: float8 multiplication; None for the operands' dtype.
     """
     if has_torch_function((x, weight)):  # per-sample gradients replace this function
-        return handle_torch_function(
-            linear, (x, weight), x, weight, bias, held, transposed=transposed, form=form
-        )
+        return handle_torch_function(linear, (x, weight), x, weight, bias, held, transposed=transposed, form=form)
     return _Linear.apply(x, weight, bias, weight, held, transposed, form)

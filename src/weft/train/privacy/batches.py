@@ -20,7 +20,9 @@ def private_batches(
     """Yield the batches of a private step until its steps are done or its budget is spent, as `Run.private_batches`."""
     update = step.privacy
     if update is None:
-        raise PlanError("private_batches: the step is not private. Build it with run.train_step(..., privacy=Privacy(...)).")
+        raise PlanError(
+            "private_batches: the step is not private. Build it with run.train_step(..., privacy=Privacy(...))."
+        )
     if len(dataset) != update.privacy.records:
         raise PlanError(
             f"privacy.records={update.privacy.records}: the data set has {len(dataset)} records. Use "
@@ -30,9 +32,7 @@ def private_batches(
         yield drawn_batch(dataset, update.draw().tolist(), mesh, collate_fn or default_collate)
 
 
-def drawn_batch(
-    dataset: Any, records: list[int], mesh: Mesh, collate_fn: Callable[[list[Any]], Any]
-) -> Microbatches:
+def drawn_batch(dataset: Any, records: list[int], mesh: Mesh, collate_fn: Callable[[list[Any]], Any]) -> Microbatches:
     """Return this rank's microbatches of drawn records. If none was drawn, each microbatch is a placeholder."""
     own = microbatch_samples(len(records), mesh.data.size, mesh.plan.microbatches_per_step, mesh.data.rank)
 

@@ -25,9 +25,9 @@ def private_samples(config: RunConfig, task: Task) -> MapDataset:
     """
     if type(task).batches is not Task.batches:
         raise ConfigError(
-            f"privacy.epsilon={config.privacy.epsilon:g}: {type(task).__name__} makes batches of a stream or of several "
-            "records, so no record can be drawn or clipped by itself. Use a task with one sample for each record, such as "
-            "task.name=classify_text, or a Task of your own."
+            f"privacy.epsilon={config.privacy.epsilon:g}: {type(task).__name__} makes batches of a stream or of "
+            "several records, so no record can be drawn or clipped by itself. Use a task with one sample for each "
+            "record, such as task.name=classify_text, or a Task of your own."
         )
     samples = task.samples("train")
     if samples is None or not len(samples):

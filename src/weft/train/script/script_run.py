@@ -53,8 +53,8 @@ from weft.privacy.settings import Privacy
 from weft.privacy.update import PrivateUpdate
 from weft.train.losses import LossFn, give_float32
 from weft.train.microbatches import ForwardFn, Microbatches, from_loader
-from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.privacy.batches import private_batches
+from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_errors import report_user_errors
 from weft.train.script.script_state import ScriptState
 from weft.train.step.train_step import TrainStep

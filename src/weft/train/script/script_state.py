@@ -28,6 +28,7 @@ from weft.models.adapters import adapted
 from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel, is_attached, originals
+from weft.privacy.update import PrivateUpdate, restore_account
 from weft.train.generating import complete, limits_of
 from weft.train.loop.checkpointer import Checkpointer, Save
 from weft.train.losses import LossFn
@@ -36,7 +37,6 @@ from weft.train.model_state import adapter_state, copied, resume, state_slices, 
 from weft.train.script.script_export import Ema, export_adapter, export_keras, export_pretrained, moving_average
 from weft.train.state_io import on_each, rank_group
 from weft.train.step.evaluation import mean_loss
-from weft.privacy.update import PrivateUpdate, restore_account
 from weft.train.step.train_step import TrainStep
 from weft.train.whole_copy import full_tensors
 

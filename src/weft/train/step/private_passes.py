@@ -2,8 +2,8 @@
 
 One pass keeps the factors of the weight gradients until the norms of the microbatch's samples are known. Two passes
 compute only the norms in the first backward, and the gradients of the weighted losses in a second one through the same
-graph. zero=3 and pipelines also run forward twice: their gradients are reduced inside backward, and the norms of a sample
-are known after all stages.
+graph. zero=3 and pipelines also run forward twice: their gradients are reduced inside backward, and the norms of a
+sample are known after all stages.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class PrivateAccumulate(Accumulate):
         beside, alone = (float(one) for one in found)
         if abs(beside - alone) > _TOLERANCE[self._precision] * max(alone, 1e-12):
             raise ModelError(
-                f"privacy: the gradient of a sample has norm {beside**0.5:.6g} beside another sample, and {alone**0.5:.6g} "
-                "alone, so the model mixes samples or its rows are not samples. Put samples first, and use layers that "
-                "treat them separately."
+                f"privacy: the gradient of a sample has norm {beside**0.5:.6g} beside another sample, and "
+                f"{alone**0.5:.6g} alone, so the model mixes samples or its rows are not samples. Put samples first, "
+                "and use layers that treat them separately."
             )
 
     def run_one(self, work: Work, index: int) -> None:

@@ -69,19 +69,20 @@ PRIVACY_RULES: tuple[ConfigRule, ...] = (
              lambda config: f"{config.privacy.epsilon:g}: plan.{_plan_problems(config)[0].message}"),
     _when_on("needs-a-plan", ("privacy.epsilon", "plan"), "The planner does not count per-sample gradients.",
              lambda config: is_auto(config.plan),
-             lambda config: f"{config.privacy.epsilon:g}: the planner does not count per-sample gradients. Write the plan, "
-             "such as plan='dp_replicate=*'."),
+             lambda config: f"{config.privacy.epsilon:g}: the planner does not count per-sample gradients. Write the "
+             "plan, such as plan='dp_replicate=*'."),
     _when_on("needs-torch", ("privacy.epsilon", "launch.engine"), "The JAX engine has no private steps.",
              lambda config: config.launch.engine == "jax",
-             lambda config: f"{config.privacy.epsilon:g}: the JAX engine has no private steps. Use launch.engine=torch."),
+             lambda config: f"{config.privacy.epsilon:g}: the JAX engine has no "
+             "private steps. Use launch.engine=torch."),
     _when_on("needs-delta", ("privacy.delta",), "A bound holds for a pair of epsilon and delta.",
              lambda config: not 0 < config.privacy.delta < 1,
              lambda config: f"{config.privacy.delta:g}: it is a probability below 1 / number of records. Use "
              "privacy.delta=1e-5."),
     _when_on("draws-by-record", ("privacy.epsilon", "data.batching"), "Each record is drawn independently.",
              lambda config: config.data.batching == "cost",
-             lambda config: f"{config.privacy.epsilon:g}: records are drawn independently, not by cost. Leave data.batching "
-             "out."),
+             lambda config: f"{config.privacy.epsilon:g}: records are drawn independently, not by cost. Leave "
+             "data.batching out."),
     ConfigRule(
         name="privacy-is-on",
         keys=tuple(f"privacy.{name}" for name in PrivacySection.model_fields if name not in ("epsilon", "noise")),
