@@ -11,7 +11,7 @@ import pytest
 from weft.errors import PlanError
 from weft.privacy.accounting import Steps, epsilon_of, noise_for
 from weft.privacy.draws import drawn, most_drawn
-from weft.privacy.ledger import Ledger
+from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.settings import Privacy
 
 
@@ -54,7 +54,7 @@ def test_noise_for_an_epsilon():
 
 
 def test_history_is_composed():
-    ledger = Ledger(Privacy(1000, 64, 100, 1e-4, epsilon=3.0, noise=1.1))
+    ledger = PrivacyLedger(Privacy(1000, 64, 100, 1e-4, epsilon=3.0, noise=1.1))
     assert not ledger.is_spent
     affordable = ledger.affordable
     assert affordable is not None
@@ -63,7 +63,7 @@ def test_history_is_composed():
     for _ in range(affordable):
         ledger.add()
     assert ledger.is_spent
-    again = Ledger(Privacy(1000, 64, 100, 1e-4, epsilon=4.0, noise=2.0))
+    again = PrivacyLedger(Privacy(1000, 64, 100, 1e-4, epsilon=4.0, noise=2.0))
     again.restore(ledger.to_json())
     assert again.epsilon() == pytest.approx(ledger.epsilon())
     assert not again.is_spent

@@ -11,7 +11,7 @@ import weft.privacy.update as update
 import weft.train.privacy.batches as batches
 from tests.privacy.private_cases import LIMIT, PrivateCase, difference, plain, train
 from weft.privacy.gradients import SampleGradients
-from weft.privacy.recorder import Owner, Record
+from weft.privacy.recorder import GradientRecord, Owner
 from weft.train.step.update import WeightUpdate
 
 NET, REPLICAS, SHARDS = (
@@ -73,14 +73,14 @@ def a_sample_twice(patch):
 
 
 def a_layer_left_out(patch):
-    finish = Record._finish
+    finish = GradientRecord._finish
 
     def without_mid(self, entry):
         if entry.owner.name == "mid.weight":
             entry.owner = Owner(entry.owner.name, counts=False)
         finish(self, entry)
 
-    patch.setattr(Record, "_finish", without_mid)
+    patch.setattr(GradientRecord, "_finish", without_mid)
 
 
 FAULTS = {

@@ -12,7 +12,7 @@ from weft.errors import ModelError
 from weft.models.adapters import add_adapter
 from weft.models.decoder import Decoder
 from weft.privacy.factors import Direct, Product, clip_weights
-from weft.privacy.recorder import Owner, Record, Recorder, UnknownUse
+from weft.privacy.recorder import GradientRecord, GradientRecorder, Owner, UnknownUse
 
 LIMIT = 1e-12
 
@@ -132,10 +132,10 @@ def plain(model: nn.Module, x: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def recorded(model: nn.Module, x: torch.Tensor, *, keeps: bool, alone=()) -> Record:
+def recorded(model: nn.Module, x: torch.Tensor, *, keeps: bool, alone=()) -> GradientRecord:
     names = {id(param): name for name, param in model.named_parameters()}
-    record = Record(len(x), lambda param: Owner(names[id(param)]), keeps=keeps)
-    with Recorder(record, model, {path: model.get_submodule(path) for path in alone}).recording():
+    record = GradientRecord(len(x), lambda param: Owner(names[id(param)]), keeps=keeps)
+    with GradientRecorder(record, model, {path: model.get_submodule(path) for path in alone}).recording():
         total = losses(model(x)).sum()
     total.backward()
     assert all(param.grad is None for param in model.parameters())
@@ -179,9 +179,9 @@ def test_samples_that_are_not_finite_get_no_weight():
 
 def test_rows_that_are_not_samples_are_refused():
     model = Net(nn.Linear(6, 2)).double()
-    record = Record(4, lambda param: Owner("weight"), keeps=False)
+    record = GradientRecord(4, lambda param: Owner("weight"), keeps=False)
     with (
         pytest.raises(ModelError, match=r"shape \(3, 5, 6\) in a microbatch of 4 samples, so its rows are not samples"),
-        Recorder(record, model, {}).recording(),
+        GradientRecorder(record, model, {}).recording(),
     ):
         model(torch.randn(3, 5, 6).double())

@@ -13,7 +13,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, ConfigError, ModelError, PlanError
 from weft.privacy.keys import create_key, read_key
-from weft.privacy.ledger import Ledger
+from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.settings import Privacy
 from weft.train.losses import group_loss
 
@@ -219,16 +219,16 @@ def test_key_files(tmp_path):
 
 
 def test_accounts_of_other_records_are_refused():
-    ledger = Ledger(Privacy(**GOOD))
+    ledger = PrivacyLedger(Privacy(**GOOD))
     for _ in range(3):
         ledger.add()
     saved = ledger.to_json()
-    other = Ledger(Privacy(**{**GOOD, "noise": 2.0}))
+    other = PrivacyLedger(Privacy(**{**GOOD, "noise": 2.0}))
     other.restore(saved)
     other.add()
     assert [one.count for one in other.steps] == [3, 1]
     with pytest.raises(CheckpointError, match=r"privacy.records=200: the checkpoint's steps were accounted with 100"):
-        Ledger(Privacy(**{**GOOD, "records": 200})).restore(saved)
+        PrivacyLedger(Privacy(**{**GOOD, "records": 200})).restore(saved)
     with pytest.raises(CheckpointError, match="the checkpoint's steps were not private, so no bound holds"):
         other.restore(None)
     with pytest.raises(CheckpointError, match="the checkpoint's account is damaged"):

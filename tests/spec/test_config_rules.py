@@ -202,12 +202,12 @@ CASES = [
      "plan='dp_replicate=*'."),
     ("privacy-needs-torch", [*PRIVATE, "launch.engine=jax"],
      "privacy.epsilon=8: the JAX engine has no private steps. Use launch.engine=torch."),
-    ("privacy-needs-delta", ["privacy.epsilon=8"],
+    ("privacy-needs-delta", ["privacy.epsilon=8", "privacy.delta=0"],
      "privacy.delta=0: it is a probability below 1 / number of records. Use privacy.delta=1e-5."),
     ("privacy-draws-by-record", [*PRIVATE, "data.batching=cost"],
      "privacy.epsilon=8: records are drawn independently, not by cost. Leave data.batching out."),
-    ("privacy-is-on", ["privacy.clip=0.5"],
-     "privacy.delta=0: settings of [privacy] are set, and neither epsilon nor noise is. Set privacy.epsilon=8, or "
+    ("privacy-is-on", ["privacy.epsilon=0", "privacy.clip=0.5"],
+     "privacy.epsilon=0: settings of [privacy] are set, and neither epsilon nor noise is. Set privacy.epsilon=8, or "
      "leave them out."),
     ("tables-decay-lazily", ["layout=user=rows", "tables.weight_decay=0.1"],
      "tables.weight_decay=0.1: tables.optimizer=rowwise_adagrad does not decay rows. Use 0, or "

@@ -62,9 +62,7 @@ def verify(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
-    _check_choice(engine, plan, all_ranks)
-    if privacy and (all_ranks is not None or engine != "torch"):
-        raise ConfigError("privacy=: private steps are verified under one plan of the torch engine. Give --plan.")
+    _check_choice(engine, plan, all_ranks, privacy)
     choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
@@ -88,15 +86,15 @@ def verify(
         subject = replace(subject, layout=Layout.read(layout))
     if all_ranks is not None:
         raise typer.Exit(_verify_all(subject, all_ranks, choice, as_json))
-    text = plan if plan is not None else subject.plan
-    if not text:
+    if not (text := plan if plan is not None else subject.plan):
         raise PlanError("plan=: give --plan, or --all with a number of ranks.")
-    if privacy:
-        raise typer.Exit(_verify_private(subject, Plan.parse(text), as_json))
-    raise typer.Exit(_verify_one(subject, Plan.parse(text), engine, as_json))
+    one = Plan.parse(text)
+    raise typer.Exit(_verify_private(subject, one, as_json) if privacy else _verify_one(subject, one, engine, as_json))
 
 
-def _check_choice(engine: str, plan: str | None, all_ranks: int | None) -> None:
+def _check_choice(engine: str, plan: str | None, all_ranks: int | None, privacy: bool) -> None:
+    if privacy and (all_ranks is not None or engine != "torch"):
+        raise ConfigError("privacy=: private steps are verified under one plan of the torch engine. Give --plan.")
     if engine not in ("torch", "jax"):
         raise ConfigError(f"engine={engine}: not one of torch, jax. Use torch.")
     if engine == "jax" and all_ranks is not None:

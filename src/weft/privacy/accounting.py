@@ -70,7 +70,7 @@ def noise_for(epsilon: float, delta: float, rate: float, steps: int, accountant:
         if low < _LEAST_NOISE:
             return high
         below = spent(low)
-    # Epsilon is close to a power of the noise, so interpolate the logarithms, and try just beside the guess.
+    # Epsilon is close to a power of the noise, so interpolate the logarithms, and try values near the guess.
     margin = _PRECISION / 4
     while high - low > _PRECISION * high:
         guess = (low + high) / 2

@@ -70,7 +70,7 @@ def audit(scores: np.ndarray, is_in: np.ndarray, delta: float) -> Audit:
 
 
 def lower_bound(canaries: int, guesses: int, right: int, delta: float, significance: float) -> float:
-    """Return the largest epsilon under which so many right guesses are still less likely than `significance`."""
+    """Return the largest epsilon for which the p-value of the right guesses is below `significance`."""
     if p_value(canaries, guesses, right, 0.0, delta) >= significance:
         return 0.0
     low, high = 0.0, _MOST_EPSILON

@@ -2,7 +2,7 @@
 
 The gradient of a linear layer's weight for one sample is the product of its output gradient and its input. Its squared
 norm follows from the two Gram matrices, without the product ("ghost norm": Goodfellow 2015, arXiv 1510.01799; Li et al.
-2022, arXiv 2110.05679). The product is computed instead where it is smaller than the factors.
+2022, arXiv 2110.05679). The product is computed instead if it is smaller than the factors.
 
 B samples, T tokens of a sample, I inputs, O outputs, D features, R rows of experts, E experts.
 """

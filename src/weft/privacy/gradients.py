@@ -15,7 +15,7 @@ from weft.data.batches import map_tensors, tensors_in
 from weft.errors import ModelError
 from weft.parallel.state.gradients import data_parallel
 from weft.privacy.factors import clip_weights, squares
-from weft.privacy.recorder import Owner, Record, Recorder, UnknownUse
+from weft.privacy.recorder import GradientRecord, GradientRecorder, Owner, UnknownUse
 
 
 class SampleGradients:
@@ -51,13 +51,13 @@ class SampleGradients:
             )
         return found[1]
 
-    def record(self, samples: int, *, keeps: bool) -> Record:
+    def record(self, samples: int, *, keeps: bool) -> GradientRecord:
         """Return an empty record for a microbatch."""
-        return Record(samples, self._owner_of, keeps=keeps)
+        return GradientRecord(samples, self._owner_of, keeps=keeps)
 
-    def recorder(self, record: Record) -> Recorder:
+    def recorder(self, record: GradientRecord) -> GradientRecorder:
         """Return the mode that fills a record."""
-        return Recorder(record, self.model, self.alone)
+        return GradientRecorder(record, self.model, self.alone)
 
     def handle(self, unknown: UnknownUse, *, may_retry: bool) -> None:
         """Let vmap compute the gradients of the module that owns a parameter.
@@ -114,11 +114,11 @@ class SampleGradients:
             "sample. Freeze it, or build its layer from linear layers, embeddings, convolutions and norms."
         )
 
-    def weights(self, records: Sequence[Record]) -> list[Tensor]:
+    def weights(self, records: Sequence[GradientRecord]) -> list[Tensor]:
         """Return the clipping weight of each sample of each record, (B,) float64. All ranks of tp and pp call it."""
         return [clip_weights(norms, self.clip) for norms in self.norms(records)]
 
-    def norms(self, records: Sequence[Record]) -> list[Tensor]:
+    def norms(self, records: Sequence[GradientRecord]) -> list[Tensor]:
         """Return the squared norm of each sample of each record, (B,) float64, equal on all ranks of tp and pp.
 
         All ranks of tp and pp call it.
@@ -130,7 +130,7 @@ class SampleGradients:
                 total = all_reduce(total.contiguous(), axis)
         return list(total.split([record.samples for record in records]))
 
-    def _with_partial(self, record: Record) -> Tensor:
+    def _with_partial(self, record: GradientRecord) -> Tensor:
         total = record.norms(self._device)
         if not record.partial:
             return total

@@ -1,4 +1,4 @@
-"""The secret key of draws and noise: a file that only its owner can read, or a known key for tests."""
+"""The secret key of draws and noise: a file that only its owner can read, or a fixed key for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTES = 32
 
 
 def read_key(key: str) -> bytes:
-    """Return the key of `privacy.key`: the content of a file, or a known key for "test:N".
+    """Return the key of `privacy.key`: the content of a file, or a fixed key for "test:N".
 
     Raises:
         ConfigError: if the file is missing, has another size, or can be read by others.
@@ -36,7 +36,7 @@ def read_key(key: str) -> bytes:
 
 
 def create_key(key: str) -> None:
-    """Create a key file with random bytes and mode 0600, unless it exists or the key is known.
+    """Create a key file with random bytes and mode 0600, unless it exists or the key is fixed.
 
     Raises:
         ConfigError: if the file cannot be written.

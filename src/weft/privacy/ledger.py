@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +12,12 @@ from weft.privacy.settings import Privacy
 
 
 @dataclass(slots=True)
-class Ledger:
+class PrivacyLedger:
     """Steps done so far, by their settings. Settings may change between runs; records, unit and delta may not.
 
     Attributes:
         steps: steps in order.
-        is_test: True if a step used a known key.
+        is_test: True if a step used a test key.
     """
 
     privacy: Privacy
@@ -49,7 +48,7 @@ class Ledger:
 
     @property
     def affordable(self) -> int | None:
-        """Number of further steps within the budget, at most those of the settings; None without a budget."""
+        """Number of further steps within the budget, up to `steps` in total; None without a budget."""
         budget = self.privacy.epsilon
         if budget is None:
             return None
@@ -63,7 +62,7 @@ class Ledger:
         return self.affordable == 0
 
     def _more_within(self, budget: float) -> int:
-        """Return how many further steps stay within the budget, at most those of the settings."""
+        """Return how many further steps stay within the budget, up to `steps` in total."""
         low, high = 0, max(0, self.privacy.steps - self.count)
         if self.epsilon(more=high) <= budget:
             return high if high else int(self.epsilon(more=1) <= budget)
@@ -108,8 +107,3 @@ class Ledger:
                     f"{value}, and a bound holds for the same records, unit and delta. Use {name}={value}."
                 )
         self.steps, self.is_test, self._last = steps, is_test, -1
-
-
-def shown(epsilon: float) -> str:
-    """Return an epsilon for people."""
-    return "unbounded" if math.isinf(epsilon) else f"{epsilon:.3f}"

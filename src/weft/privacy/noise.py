@@ -67,7 +67,7 @@ def _noise_of_range(key: bytes, step: int, name: str, start: int, end: int) -> n
 
 @torch.no_grad()
 def add_noise(held: Iterable[tuple[nn.Parameter, PlacedPart]], key: bytes, step: int, scale: float) -> None:
-    """Add noise to this rank's gradients, in place.
+    """Add noise to this rank's gradients.
 
     Args:
         held: the optimizer's parameters on this rank, and their positions in full parameters.

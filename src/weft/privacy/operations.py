@@ -176,7 +176,7 @@ class _Reshaped:
         return found.view(len(found), *self._shape)
 
 
-class Alone(Function):
+class VmapModule(Function):
     """A module whose per-sample gradients torch computes by vmap.
 
     call(inputs, parameters) runs the module on a batch. `tensors` are the inputs and then the parameters.
@@ -255,7 +255,7 @@ def run_alone(
                                           tuple(every), kwargs)  # fmt: skip
 
     leaves, puts = [leaf for leaf, _ in begun], [put for _, put in begun]
-    return Alone.apply(call, puts, samples, path, *[args[index] for index in places], *leaves)
+    return VmapModule.apply(call, puts, samples, path, *[args[index] for index in places], *leaves)
 
 
 class _Own(nn.Module):

@@ -1,4 +1,4 @@
-"""Private names of torch in privacy/, each with its purpose."""
+"""Private names of torch in privacy/, each with its purpose. Checked against torch 2.13."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Recorder of a forward whose backward computes per-sample gradient norms instead of parameter gradients.
 
-A torch function mode replaces each operation that reads a trained parameter by one of `operations`. An operation that
-it does not know raises `UnknownUse`, so no gradient is left out silently.
+A torch function mode replaces each operation that reads a trained parameter by one of `operations`. An operation
+without a rule raises `UnknownUse`, so no gradient is left out silently.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class _Alias(NamedTuple):
     is_transposed: bool
 
 
-class Record:
+class GradientRecord:
     """Squared gradient norms of one microbatch's samples, and the uses of its parameters.
 
     Args:
         samples: number of samples.
         owner_of: returns the owner of a parameter.
-        keeps: True to keep the uses, so that `weighted` can compute gradients after the norms are known.
+        keeps: True to keep the uses, so that `weighted` can compute gradients from them and the norms.
     """
 
     def __init__(self, samples: int, owner_of: Callable[[nn.Parameter], Owner], *, keeps: bool):
@@ -83,7 +83,7 @@ class Record:
         self.partial: dict[str, Tensor] = {}
 
     def begin(self, param: nn.Parameter) -> Put:
-        """Announce a use of a parameter, and return the receiver of its gradient."""
+        """Count a use of a parameter, and return the receiver of its gradient."""
         entry = self._entries.get(id(param))
         if entry is None:
             entry = self._entries[id(param)] = _Entry(param, self._owner_of(param))
@@ -132,7 +132,7 @@ class Record:
                 self._finish(entry)
         return torch.zeros(self.samples, dtype=torch.float64, device=device) if self._norms is None else self._norms
 
-    def add(self, other: Record) -> None:
+    def add(self, other: GradientRecord) -> None:
         """Add the norms of the same samples on another stage of this rank, after its backward."""
         found = other.norms(torch.device("cpu") if other._norms is None else other._norms.device)
         if other._norms is not None:
@@ -151,13 +151,13 @@ class Record:
                 yield entry.param, total.to(entry.param.dtype)
 
 
-class Recorder(TorchFunctionMode):
+class GradientRecorder(TorchFunctionMode):
     """Mode in which a forward runs. Backward then fills `record`.
 
     alone: modules by path whose gradients are computed by vmap.
     """
 
-    def __init__(self, record: Record, model: nn.Module, alone: Mapping[str, nn.Module]):
+    def __init__(self, record: GradientRecord, model: nn.Module, alone: Mapping[str, nn.Module]):
         super().__init__()
         self.record, self._model, self._alone = record, model, alone
         self._aliases: dict[int, _Alias] = {}
@@ -321,7 +321,13 @@ _ELEMENTWISE = {
 
 
 def _linear(
-    recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any
+    recorder: GradientRecorder,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *rest: Any,
+    **named: Any,
 ) -> Tensor:
     """Rule of F.linear, and of `deferred_gradients.linear`, whose other arguments do not change the result."""
     if recorder._param(weight) is None:
@@ -340,14 +346,21 @@ def _linear(
     return operations.Linear.apply(input, leaf, leaf_bias, (put, put_bias), recorder.record.samples, is_transposed)
 
 
-def _matmul(recorder: Recorder, func: Any, left: Tensor, right: Tensor, **named: Any) -> Tensor:
+def _matmul(recorder: GradientRecorder, func: Any, left: Tensor, right: Tensor, **named: Any) -> Tensor:
     if recorder._param(right) is None or right.dim() != 2 or recorder._param(left) is not None or named:
         return _plain(recorder, func, left, right, **named)
     return _linear(recorder, func, left, right, transposed=True)
 
 
 def _addmm(
-    recorder: Recorder, func: Any, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    recorder: GradientRecorder,
+    func: Any,
+    added: Tensor,
+    left: Tensor,
+    right: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Tensor:
     if recorder._param(right) is None or recorder._param(left) is not None:
         return _plain(recorder, func, added, left, right, beta=beta, alpha=alpha)
@@ -358,7 +371,7 @@ def _addmm(
     return found + (added if beta == 1 else added * beta)
 
 
-def _plain(recorder: Recorder, func: Any, *args: Any, **named: Any) -> Any:
+def _plain(recorder: GradientRecorder, func: Any, *args: Any, **named: Any) -> Any:
     """Run an operation that must not read a trained parameter."""
     for one in _flat((*args, *named.values())):
         if (param := recorder._param(one)) is not None:
@@ -367,7 +380,7 @@ def _plain(recorder: Recorder, func: Any, *args: Any, **named: Any) -> Any:
 
 
 def _embedding(
-    recorder: Recorder, func: Any, input: Tensor, weight: Tensor, padding_idx: int | None = None,
+    recorder: GradientRecorder, func: Any, input: Tensor, weight: Tensor, padding_idx: int | None = None,
     max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     param = recorder._param(weight)
@@ -389,7 +402,7 @@ def _embedding(
 
 
 def _layer_norm(
-    recorder: Recorder, func: Any, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    recorder: GradientRecorder, func: Any, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     found = F.layer_norm(input, list(normalized_shape), None, None, eps)
@@ -397,14 +410,14 @@ def _layer_norm(
 
 
 def _rms_norm(
-    recorder: Recorder, func: Any, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    recorder: GradientRecorder, func: Any, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:  # fmt: skip
     return recorder._apply(torch.mul, F.rms_norm(input, list(normalized_shape), None, eps), weight)
 
 
 def _group_norm(
-    recorder: Recorder, func: Any, input: Tensor, num_groups: int, weight: Tensor | None = None,
+    recorder: GradientRecorder, func: Any, input: Tensor, num_groups: int, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     found = F.group_norm(input, num_groups, None, None, eps)
@@ -421,7 +434,7 @@ def _group_norm(
 
 
 def _convolution(
-    recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    recorder: GradientRecorder, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     param = recorder._param(weight)
@@ -444,7 +457,7 @@ def _convolution(
     return found + every.view(*every.shape, *[1] * size)
 
 
-def _grouped(recorder: Recorder, func: Any, x_RD: Tensor, weights_EFD: Tensor, ends_E: Any) -> Tensor:
+def _grouped(recorder: GradientRecorder, func: Any, x_RD: Tensor, weights_EFD: Tensor, ends_E: Any) -> Tensor:
     param = recorder._param(weights_EFD)
     if param is None:
         return func(x_RD, weights_EFD, ends_E)
@@ -470,7 +483,7 @@ class _Listener:
 
 
 def _columns(
-    recorder: Recorder, func: Any, x: Tensor, whole: Tensor | None, line: Any, members: list[Column], held: Any
+    recorder: GradientRecorder, func: Any, x: Tensor, whole: Tensor | None, line: Any, members: list[Column], held: Any
 ) -> tuple[Tensor, ...]:
     """Rule of column-sharded layers. Biases are added afterwards, sample by sample."""
     puts: dict[int, Put] = {}

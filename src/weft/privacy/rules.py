@@ -1,4 +1,4 @@
-"""Refusals of plans, models and losses for which clipping sample by sample is not known to be right."""
+"""Refusals of plans, models and losses for which clipping sample by sample is not tested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise PlanError, with all fields of a plan under which a private step is not known to be right."""
+    """Raise PlanError, with all fields of a plan under which private steps are not tested."""
     if problems := private_plan_problems(plan):
         raise PlanError(problems)
 

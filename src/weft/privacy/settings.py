@@ -14,19 +14,20 @@ ACCOUNTANTS = ("prv", "pld")
 class Privacy:
     """Differential privacy of the training records: DP-SGD (Abadi et al. 2016, arXiv 1607.00133) with Poisson draws.
 
-    Args:
+    Attributes:
         records: number of training records. Each is in a step with probability `batch` / `records`.
         batch: expected number of samples of a step, by which gradient sums are divided.
         steps: number of steps that the budget is for.
         delta: probability with which the bound by epsilon may fail. Less than 1 / `records`.
         epsilon: privacy budget. The run pauses before a step that would exceed it. None for no budget, if `noise` is
-        set. clip: largest norm of a sample's gradient.
+            set.
+        clip: largest norm of a sample's gradient.
         noise: standard deviation of the noise divided by `clip`; None for the least that `epsilon` allows.
-        unit: what is protected: "sample", one record.
+        unit: "sample": the bound is for one record.
         accountant: "prv" (Opacus) or "pld" (dp-accounting).
         key: file with the secret key of draws and noise, which the first rank creates with mode 0600, or "test:N" for a
-            known key, which protects nothing.
-        passes: 1 or 2 passes of a microbatch, or 0 for one where the plan allows it. Two take less memory.
+            fixed key, which protects nothing.
+        passes: 1 or 2 passes of a microbatch, or 0 for one if the plan allows it. Two take less memory.
         canaries: number of records whose presence a coin decides, for an audit. About half of them are never drawn.
     """
 
@@ -54,7 +55,7 @@ class Privacy:
 
     @property
     def is_test(self) -> bool:
-        """True if the key is known, so that nothing is protected."""
+        """True if the key is public, so that nothing is protected."""
         return self.key.startswith("test:")
 
     def resolved(self) -> Privacy:

@@ -18,7 +18,7 @@ from weft.parallel.tables.model import table_weights
 from weft.privacy.audit import Canaries, choose_canaries
 from weft.privacy.draws import drawn
 from weft.privacy.keys import create_key, read_key
-from weft.privacy.ledger import Ledger
+from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.noise import add_noise
 from weft.privacy.rules import check_model, check_plan
 from weft.privacy.settings import Privacy
@@ -34,12 +34,22 @@ class PrivateUpdate:
     Args:
         privacy: the settings.
         mesh: the ranks. The first one creates the key.
+        max_grad_norm: clipping of the full gradient, which must be off.
+
+    Raises:
+        PlanError: for a plan under which private steps are not tested, and if no noise reaches the budget.
+        ConfigError: if the key cannot be read.
     """
 
-    def __init__(self, privacy: Privacy, mesh: Mesh):
+    def __init__(self, privacy: Privacy, mesh: Mesh, *, max_grad_norm: float | None = None):
+        if max_grad_norm:
+            raise PlanError(
+                f"max_grad_norm={max_grad_norm}: with privacy, the gradient of each sample is clipped to privacy.clip. "
+                "Leave max_grad_norm out."
+            )
         check_plan(mesh.plan)
         self.privacy = privacy.resolved()
-        self.ledger = Ledger(self.privacy)
+        self.ledger = PrivacyLedger(self.privacy)
         self._key = _shared_key(privacy.key, mesh)
         self._places: dict[nn.Parameter, PlacedPart] = {}
         self._optimizer: torch.optim.Optimizer | None = None
@@ -52,7 +62,7 @@ class PrivateUpdate:
 
     @property
     def passes(self) -> int:
-        """1 or 2 passes, or 0 for one where the plan allows it."""
+        """1 or 2 passes, or 0 for one if the plan allows it."""
         return self.privacy.passes
 
     @property

@@ -35,10 +35,11 @@ from weft.train.engine import EngineJob
 from weft.train.gpu_kernels import GpuKernels
 from weft.train.joined_rank import JoinedRank
 from weft.train.model_state import packed_source
-from weft.train.privacy.run import PrivateBatches, private_samples, private_update
+from weft.train.privacy.run import private_samples, private_update
 from weft.train.replica_engine import OtherWorlds
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
+from weft.train.tasks.indexed import drawn_batches
 from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter
 
 
@@ -144,7 +145,8 @@ def _batches(
     passes = share.microbatches * (axis.size // mesh.data.size)
     own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)
     if private is not None and update is not None:
-        return PrivateBatches(private, share, job.task.collate, update), job.task.eval_batches(own)
+        batches = drawn_batches(private, share, job.task.collate, lambda step: update.draw(step).tolist())
+        return batches, job.task.eval_batches(own)
     return job.task.batches(share), job.task.eval_batches(own)
 
 

@@ -1,4 +1,4 @@
-"""Rules of private runs: values of a plan's fields under which private steps are known to be right."""
+"""Rules of private runs: values of a plan's fields under which private steps are tested."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TESTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def private_plan_problems(plan: Plan) -> list[Problem]:
-    """Return the fields of a plan under which a private step is not known to be right."""
+    """Return the fields of a plan under which private steps are not tested."""
     return [
         Problem(name, f"{name}={_text(getattr(plan, name))}: with privacy, {reason}. Use {name}={_text(tested[0])}.")
         for name, (tested, reason) in _TESTED.items()
@@ -85,11 +85,11 @@ PRIVACY_RULES: tuple[ConfigRule, ...] = (
              "data.batching out."),
     ConfigRule(
         name="privacy-is-on",
-        keys=tuple(f"privacy.{name}" for name in PrivacySection.model_fields if name not in ("epsilon", "noise")),
+        keys=("privacy.epsilon", *(f"privacy.{name}" for name in PrivacySection.model_fields if name != "epsilon")),
         reason="Without epsilon or noise, the settings of [privacy] would do nothing.",
         predicate=lambda config: not config.privacy.is_on and config.privacy != PrivacySection(),
         message=lambda config: (
-            f"{config.privacy.delta:g}: settings of [privacy] are set, and neither epsilon nor noise is. Set "
+            f"{config.privacy.epsilon:g}: settings of [privacy] are set, and neither epsilon nor noise is. Set "
             "privacy.epsilon=8, or leave them out."
         ),
     ),

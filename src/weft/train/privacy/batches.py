@@ -17,7 +17,11 @@ from weft.train.step.train_step import TrainStep
 def private_batches(
     dataset: Any, step: TrainStep, mesh: Mesh, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Iterator[Microbatches]:
-    """Yield the batches of a private step until its steps are done or its budget is spent, as `Run.private_batches`."""
+    """Yield the batches of a private step until its steps are done or its budget is spent, as `Run.private_batches`.
+
+    Raises:
+        PlanError: if the step is not private, or the dataset has another number of records.
+    """
     update = step.privacy
     if update is None:
         raise PlanError(

@@ -256,17 +256,12 @@ class Run(ScriptState):
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise PlanError(f"max_grad_norm={max_grad_norm}: a norm is 0 or more. Use 1.0, or None for no clipping.")
-        if privacy is not None and max_grad_norm:
-            raise PlanError(
-                f"max_grad_norm={max_grad_norm}: with privacy, the gradient of each sample is clipped to privacy.clip. "
-                "Leave max_grad_norm out."
-            )
         if tables is not None:
             add_tables(model, optimizer, tables)
         self._leaves_out = True
         options: dict[str, Any] = {"max_grad_norm": max_grad_norm or 0.0, "weights_follow": weights_follow}
         if privacy is not None:
-            options["privacy"] = PrivateUpdate(privacy, self.mesh)
+            options["privacy"] = PrivateUpdate(privacy, self.mesh, max_grad_norm=max_grad_norm)
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, check_batch=check_batch, **options)
 
     def private_batches(

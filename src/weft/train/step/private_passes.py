@@ -21,7 +21,7 @@ from weft.errors import ModelError
 from weft.monitor.step_times import Meter
 from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
 from weft.privacy.gradients import SampleGradients, sample_losses
-from weft.privacy.recorder import Record, UnknownUse
+from weft.privacy.recorder import GradientRecord, UnknownUse
 from weft.privacy.rules import check_batch
 from weft.train.losses import CheckedLoss
 from weft.train.microbatches import ForwardFn, samples_in, split_rows
@@ -116,7 +116,7 @@ class PrivateAccumulate(Accumulate):
                 [weights] = self.gradients.weights([record])
                 deliver(record.second_backward(self._weighted(work, index, losses, weights)))
 
-    def _norms(self, work: Work, index: int, check: Callable[[Tensor], None] | None = None) -> Record:
+    def _norms(self, work: Work, index: int, check: Callable[[Tensor], None] | None = None) -> GradientRecord:
         """Run forward and backward without gradients of parameters. Return the record of the norms.
 
         check: called with the losses before backward.
@@ -130,7 +130,7 @@ class PrivateAccumulate(Accumulate):
                 losses.sum().backward()
         return record
 
-    def _recorded(self, work: Work, index: int, *, keeps: bool, counts: bool) -> tuple[Record, Tensor]:
+    def _recorded(self, work: Work, index: int, *, keeps: bool, counts: bool) -> tuple[GradientRecord, Tensor]:
         """Run forward in a recorder. Return the record and the loss of each sample.
 
         counts: True to add the losses to the step's sums.
@@ -200,7 +200,7 @@ class PrivatePipelined(PrivateAccumulate):
         for batch in work.microbatches:
             check_batch(batch, samples_in(batch))
         index_of = {id(batch): index for index, batch in enumerate(work.microbatches)}
-        records: list[list[Record]] = [[] for _ in work.microbatches]
+        records: list[list[GradientRecord]] = [[] for _ in work.microbatches]
 
         def record(model: nn.Module, batch: Any) -> Any:
             made = self.gradients.record(samples_in(batch), keeps=False)
@@ -237,9 +237,9 @@ class PrivatePipelined(PrivateAccumulate):
         with self.engine.microbatch(last=True):
             self._pipeline.step(stages, self.meter)
 
-    def _joined(self, records: Sequence[Sequence[Record]], batches: Sequence[Any]) -> list[Tensor]:
+    def _joined(self, records: Sequence[Sequence[GradientRecord]], batches: Sequence[Any]) -> list[Tensor]:
         """Return the clipping weights by microbatch. A rank has several records of one if it has several stages."""
-        merged: list[Record] = []
+        merged: list[GradientRecord] = []
         for of_stages, batch in zip(records, batches, strict=True):
             total = self.gradients.record(samples_in(batch), keeps=False)
             for one in of_stages:
