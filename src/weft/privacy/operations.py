@@ -108,20 +108,18 @@ class Grouped(Function):
 
 
 class Convolution(Function):
-    """A 1-D or 2-D convolution without bias."""
+    """A 1-D or 2-D convolution without bias. how: stride, padding and dilation by dim, and the number of groups."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, put: Put, samples: int, stride: tuple[int, ...], padding: tuple[int, ...],
-        dilation: tuple[int, ...], groups: int,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor, put: Put, samples: int, how: tuple[Any, ...]) -> Tensor:
         if x.dim() != weight.dim() or x.shape[0] != samples:
             raise ModelError(
                 f"privacy: a convolution reads a tensor of shape {tuple(x.shape)} in a microbatch of {samples} "
                 f"samples. Put samples first: ({samples}, channels, ...)."
             )
         ctx.save_for_backward(x, weight)
-        ctx.put, ctx.how = put, (stride, padding, dilation, groups)
+        ctx.put, ctx.how = put, how
+        stride, padding, dilation, groups = how
         return torch.convolution(x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
@@ -136,7 +134,7 @@ class Convolution(Function):
                 grad, x, weight, None, stride, padding, dilation, False, none, groups, mask
             )[0]
         ctx.put(_ConvolutionUse.of(x, grad, weight, ctx.how))
-        return grad_x, *[None] * 7
+        return grad_x, None, None, None, None
 
 
 class _ConvolutionUse:
@@ -213,8 +211,8 @@ class VmapModule(Function):
                     every[index] = one
                 return ctx.call(tuple(one[None] for one in every), values)[0]
 
-            _, pull = torch.func.vjp(run, tuple(rows[index] for index in traced), tuple(params))
-            return pull(grad)
+            pulled: Any = torch.func.vjp(run, tuple(rows[index] for index in traced), tuple(params))
+            return pulled[1](grad)
 
         found, of_params = torch.func.vmap(of_sample)(tuple(inputs), grads[0])
         for put, grad in zip(ctx.puts, of_params, strict=True):

@@ -444,10 +444,9 @@ def _convolution(
     if param is None or padding == "same":
         raise UnknownUse(param or recorder._param(bias), f"{func.__name__} with padding='same' or a frozen weight")  # pyright: ignore[reportArgumentType] - one is trained
     padding = 0 if padding == "valid" else padding
-    sizes = [(one,) * size if isinstance(one, int) else tuple(one) * (size // len(tuple(one)))
-             for one in (stride, padding, dilation)]  # fmt: skip
+    sizes = [(one,) * size if isinstance(one, int) else tuple(one) for one in (stride, padding, dilation)]
     leaf, put = recorder._begin(weight)
-    found = operations.Convolution.apply(input, leaf, put, recorder.record.samples, *sizes, groups)
+    found = operations.Convolution.apply(input, leaf, put, recorder.record.samples, (*sizes, groups))
     if bias is None:
         return found
     if recorder._param(bias) is None:
@@ -478,8 +477,8 @@ class _Listener:
 
     def store(self, product: DeferredProduct) -> None:
         """Hand the factors of one weight's gradient to the recorder."""
-        factors = (rows_of_samples(one, self._samples, "a sharded layer") for one in (product.x_RI, product.grad_RO))
-        self._puts[id(product.weight)](Product(*factors, product.is_transposed))
+        x, grad = (rows_of_samples(one, self._samples, "a sharded layer") for one in (product.x_RI, product.grad_RO))
+        self._puts[id(product.weight)](Product(x, grad, product.is_transposed))
 
 
 def _columns(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.config.plan import Plan
@@ -29,6 +29,9 @@ _TESTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "graphs": ((False,), "the noise changes in each step"),
 }
 
+Predicate = Callable[[RunConfig], bool]
+Message = Callable[[RunConfig], str]
+
 
 def private_plan_problems(plan: Plan) -> list[Problem]:
     """Return the fields of a plan under which private steps are not tested."""
@@ -42,7 +45,7 @@ def private_plan_problems(plan: Plan) -> list[Problem]:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "+".join(value) or "none" if isinstance(value, tuple) else str(value)
+    return "none" if value == () else str(value)
 
 
 def _plan_problems(config: RunConfig) -> list[Problem]:
@@ -52,7 +55,7 @@ def _plan_problems(config: RunConfig) -> list[Problem]:
     return private_plan_problems(plan if open_axis is None else plan.replace(**{open_axis: 2}))
 
 
-def _when_on(name: str, keys: tuple[str, ...], reason: str, predicate: Any, message: Any) -> ConfigRule:
+def _when_on(name: str, keys: tuple[str, ...], reason: str, predicate: Predicate, message: Message) -> ConfigRule:
     return ConfigRule(
         name=f"privacy-{name}",
         keys=keys,
