@@ -185,3 +185,43 @@ def test_rows_that_are_not_samples_are_refused():
         GradientRecorder(record, model, {}).recording(),
     ):
         model(torch.randn(3, 5, 6).double())
+
+
+def transformers_model(kind: str) -> tuple[nn.Module, torch.Tensor]:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    text = {**sizes, "vocab_size": 50, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1}
+        config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=16, **drops)
+        return transformers.GPT2LMHeadModel(config), torch.randint(0, 50, IDS)
+    if kind == "bert":
+        return transformers.BertForSequenceClassification(transformers.BertConfig(**text, **off)), torch.randint(
+            0, 50, IDS
+        )
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**text)), torch.randint(0, 50, IDS)
+    config = transformers.ViTConfig(**sizes, **off, image_size=16, patch_size=8)
+    return transformers.ViTForImageClassification(config), torch.randn(5, 3, 16, 16, dtype=torch.float64)
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).logits
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "vit"])
+def test_models_of_transformers(kind):
+    model, x = transformers_model(kind)
+    model = Logits(model).double()
+    norms = torch.stack([sum(grad.square().sum() for grad in one.values()) for one in plain(model, x)])
+    alone = ["model.vit.embeddings"] if kind == "vit" else []
+    assert torch.allclose(recorded(model, x, keeps=True, alone=alone).norms(x.device), norms, rtol=LIMIT)

@@ -135,3 +135,18 @@ def test_tasks_of_streams_are_refused(tmp_path, capsys):
     ]
     assert run(["train", *words]) == 2
     assert "makes batches of a stream or of several records, so no record can be drawn" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["tp=2", "dp_shard=2 zero=3", "pp=2 microbatches=2"])
+def test_verify_compares_with_single_samples(plan, capsys):
+    words = ["verify", "-m", "gpt2-tiny", "--plan", plan, "--privacy", "--steps", "2", "--seq-len", "8", "--json"]
+    assert run([*words, "--layers", "2", "--width", "32", "--vocab", "32"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert found["max_rel_diff"] < 1e-10
+
+
+def test_verify_needs_one_plan(capsys):
+    assert run(["verify", "-m", "tiny", "--all", "2", "--privacy"]) == 2
+    assert "private steps are verified under one plan of the torch engine. Give --plan." in capsys.readouterr().err

@@ -5,8 +5,13 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
-from tests.privacy.private_cases import LIMIT, PrivateCase, difference, plain, train
+import weft
+from tests.privacy.private_cases import LIMIT, PrivateCase, difference, loss_fn, make, plain, records, script, train
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.errors import CheckpointError
 
 
 @functools.cache
@@ -92,3 +97,27 @@ def test_empty_draws_of_two_ranks(plan, ranks2):
     case = PrivateCase("gpt2", plan, steps=4, batch=1)
     for found in ranks2.run(train, case):
         assert_same(found, case)
+
+
+def weights_of(run, model):
+    return {name: tensor.clone() for name, tensor in run.full_state_dict(model).items()}
+
+
+def test_saved_account_continues(tmp_path):
+    case = PrivateCase("net", steps=4)
+    run, model, step = script(case)
+    batches = run.private_batches(records(), step)
+    for _ in range(2):
+        step(next(batches))
+    run.save(str(tmp_path), step=2, model=model, optimizer=step)
+    other, again, resumed = script(case)
+    other.load(str(tmp_path), model=again, optimizer=resumed)
+    assert resumed.privacy.ledger.count == 2
+    for batch in other.private_batches(records(), resumed):
+        resumed(batch)
+    assert difference(weights_of(other, again), wanted("net", 0.7, 4, 6)) <= LIMIT
+    plain_run = weft.Run(run.plan, build_mesh(run.plan), Ledger(), seed=0)
+    public = plain_run.parallelize(make("net"))
+    plain_step = plain_run.train_step(public, torch.optim.AdamW, loss_fn, lr=1e-2)
+    with pytest.raises(CheckpointError, match="the checkpoint's steps were private, and a further step"):
+        plain_run.load(str(tmp_path), model=public, optimizer=plain_step)
