@@ -148,6 +148,36 @@ def test_packed_documents():
         step({"input_ids_BT": ids, "document_ids_BT": documents})
 
 
+def test_packed_positions():
+    from weft.privacy.rules import check_batch
+
+    check_batch({"position_ids": torch.arange(6).repeat(2, 1)}, 2)
+    check_batch({"position_ids": torch.tensor([[1, 1, 0, 1, 2, 3]])}, 1)  # padding on the left
+    with pytest.raises(ModelError, match="a row of the batch packs several documents"):
+        check_batch({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, 1)
+
+
+def test_tasks_with_steps_of_their_own(tmp_path):
+    from tests.privacy.private_task import Points
+    from weft.config.run_config import RunConfig
+    from weft.train.privacy.run import private_samples
+
+    class Changed(Points):
+        def before_step(self, batches):
+            return batches
+
+    class Streamed(Points):
+        def batches(self, share):
+            return super().batches(share)
+
+    config = RunConfig.model_validate({"privacy": {"epsilon": 8.0, "delta": 1e-5}})
+    assert len(private_samples(config, Points())) == 200
+    with pytest.raises(ConfigError, match="Changed has a before_step of its own, and steps that compute more than the"):
+        private_samples(config, Changed())
+    with pytest.raises(ConfigError, match="Streamed makes batches of a stream or of several records, so no record can"):
+        private_samples(config, Streamed())
+
+
 PLANS = [
     ("recompute=full", "recompute=full: with privacy, the recorder does not see a forward that runs again in backward. "
      "Use recompute=none."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft.config.plan import Plan
@@ -75,9 +76,21 @@ def check_batch(batch: Any, num_rows: int) -> None:
     """Raise ModelError for a batch whose rows contain several documents."""
     if not isinstance(batch, Mapping):
         return
-    ids = batch.get("document_ids_BT", batch.get("document_ids"))
-    if ids is not None and ids.dim() == 2 and len(ids) == num_rows and bool((ids != ids[:, :1]).any()):
+    if any(_is_packed(name, batch[name], num_rows) for name in _PACKED if name in batch):
         raise ModelError(
             "privacy: a row of the batch packs several documents, so clipping a row bounds none of them. Use one "
-            "document in each row (data.pack=off), padded or cut to the sequence length."
+            "document in each row, padded or cut to the sequence length."
         )
+
+
+#: Entries of a batch that show where documents begin: ids of documents, and positions that begin again at 0.
+_PACKED = {"document_ids": False, "document_ids_BT": False, "position_ids": True, "positions": True}
+
+
+def _is_packed(name: str, ids: Any, num_rows: int) -> bool:
+    """Return True if an entry of a batch shows that a row has several documents."""
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != num_rows:
+        return False
+    if _PACKED[name]:
+        return bool(((ids[:, 1:] == 0) & (ids[:, :-1] > 1)).any())
+    return bool((ids != ids[:, :1]).any())

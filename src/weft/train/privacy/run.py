@@ -19,7 +19,13 @@ def private_samples(config: RunConfig, task: Task) -> MapDataset:
         ConfigError: if the task's batches are not made of single records.
         DataError: if there are no records.
     """
-    if type(task).batches is not Task.batches:
+    own = [name for name in ("batches", "before_step", "second_model") if name in _overridden(task)]
+    if "batches" not in own and own:
+        raise ConfigError(
+            f"privacy.epsilon={config.privacy.epsilon:g}: {type(task).__name__} has a {own[0]} of its own, and steps "
+            "that compute more than the loss of drawn records are not tested. Use another task."
+        )
+    if own:
         raise ConfigError(
             f"privacy.epsilon={config.privacy.epsilon:g}: {type(task).__name__} makes batches of a stream or of "
             "several records, so no record can be drawn or clipped by itself. Use a task with one sample for each "
@@ -29,6 +35,11 @@ def private_samples(config: RunConfig, task: Task) -> MapDataset:
     if samples is None or not len(samples):
         raise DataError("task: it has no training samples. Let samples('train') return some.")
     return samples
+
+
+def _overridden(task: Task) -> set[str]:
+    """Return the names of the methods that the task's class replaces."""
+    return {name for kind in type(task).__mro__[: type(task).__mro__.index(Task)] for name in vars(kind)}
 
 
 def private_settings(config: RunConfig, records: int, folder: RunFolder) -> Privacy:

@@ -1,9 +1,9 @@
 """Forward and backward passes whose gradients are clipped sample by sample.
 
-One pass keeps the factors of the weight gradients until the norms of the microbatch's samples are known. Two passes
-compute only the norms in the first backward, and the gradients of the weighted losses in a second one through the same
-graph. zero=3 and pipelines also run forward twice: their gradients are reduced inside backward, and the norms of a
-sample are known after all stages.
+One pass keeps the factors of the weight gradients until the microbatch's backward has ended and its norms are computed.
+Two passes compute only the norms in the first backward, and the gradients of the weighted losses in a second one through
+the same graph. zero=3 and pipelines also run forward twice: their gradients are reduced inside backward, and the norms
+of a sample are computed after all stages.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class PrivateAccumulate(Accumulate):
 
         check: called with the losses before backward.
         """
-        # zero=3 gathers parameters in hooks, which must know that no gradient is reduced.
+        # zero=3 gathers parameters in hooks that depend on whether gradients are reduced.
         with self.engine.microbatch(False) if self._is_sharded else nullcontext():
             record, losses = self._recorded(work, index, keeps=False, counts=False)
             if check is not None:
