@@ -1,9 +1,9 @@
 """Forward and backward passes whose gradients are clipped sample by sample.
 
 One pass keeps the factors of the weight gradients until the microbatch's backward has ended and its norms are computed.
-Two passes compute only the norms in the first backward, and the gradients of the weighted losses in a second one through
-the same graph. zero=3 and pipelines also run forward twice: their gradients are reduced inside backward, and the norms
-of a sample are computed after all stages.
+Two passes compute only the norms in the first backward, and the gradients of the weighted losses in a second one
+through the same graph. zero=3 and pipelines also run forward twice: their gradients are reduced inside backward, and
+the norms of a sample are computed after all stages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PrivateAccumulate(Accumulate):
         super().run(work)
 
     def _check(self, work: Work) -> None:
-        """Compare the norm of the first sample alone and beside another, without dropout.
+        """Compare the norm of the first sample alone and with another one, without dropout.
 
         Raises ModelError if they differ, or if a parameter's gradient is computed outside the recorder.
         """
