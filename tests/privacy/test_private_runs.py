@@ -138,9 +138,9 @@ def test_tasks_of_streams_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plan", ["tp=2", "dp_shard=2 zero=3", "pp=2 microbatches=2"])
+@pytest.mark.parametrize("plan", ["tp=2", "dp_shard=2 zero=3", "dp_replicate=2 accumulation=2"])
 def test_verify_compares_with_single_samples(plan, capsys):
-    words = ["verify", "-m", "gpt2-tiny", "--plan", plan, "--privacy", "--steps", "2", "--seq-len", "8", "--json"]
+    words = ["verify", "-m", "tiny", "--plan", plan, "--privacy", "--steps", "2", "--seq-len", "8", "--json"]
     assert run([*words, "--layers", "2", "--width", "32", "--vocab", "32"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"]

@@ -218,7 +218,8 @@ class PrivatePipelined(PrivateAccumulate):
         try:
             is_first, self._is_checked = not self._is_checked, True
             with (
-                self.gradients.watching() if is_first else nullcontext(),
+                # zero=3 calls the hooks of shards after a reduction, even of no gradients.
+                self.gradients.watching() if is_first and not self._is_sharded else nullcontext(),
                 self.engine.microbatch(False) if self._is_sharded else nullcontext(),
             ):
                 self._pipeline.step(norms, self.meter)
