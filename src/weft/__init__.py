@@ -21,6 +21,7 @@ __all__ = [
     "Microbatches",
     "ModelSpec",
     "Plan",
+    "Privacy",
     "Run",
     "RunConfig",
     "TableOptimizer",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from weft.parallel.random.draws import bernoulli, rand_like, randint_like, randn_like
     from weft.planner.report.explanation import search
     from weft.pools.pool import pool
+    from weft.privacy.settings import Privacy
     from weft.train.batches.microbatches import Microbatches
     from weft.train.losses import group_loss
     from weft.train.script.script_run import Run, init
@@ -85,6 +87,7 @@ __getattr__ = loads(
         "Mesh": ".comm.mesh",
         "Microbatches": ".train.batches.microbatches",
         "init": ".train.script.script_run",
+        "Privacy": ".privacy.settings",
         "Run": ".train.script.script_run",
         "TrainStep": ".train.step.train_step",
         "launch": ".verify.function_launch",

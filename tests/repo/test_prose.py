@@ -58,6 +58,7 @@ CEILINGS: dict[str, float] = {
     "planner": 0.8,
     "pools": 0.0,
     "recommend": 0.0,
+    "privacy": 0.0,
     "rl": 0.0,
     "train": 1.7,
     "verify": 1.2,

@@ -159,8 +159,8 @@ UNKNOWN = {
         "unknown key 'data.train.0.schema_'. Did you mean 'data.train.0.schema'?"
     ),
     '"two words" = 1': "unknown key '\"two words\"'. A config has plan, layout, seed, run, task, model, adapter, "
-    "grpo, tokenizer, data, optimizer, tables, schedule, train, eval, checkpoint, resume, memory, kernels, sample, "
-    "log, launch, monitor, energy, alerts, alert, channel, sink.",
+    "grpo, tokenizer, data, optimizer, tables, privacy, schedule, train, eval, checkpoint, resume, memory, kernels, "
+    "sample, log, launch, monitor, energy, alerts, alert, channel, sink.",
 }
 
 

@@ -11,6 +11,7 @@ from weft.config.rules.config_rules import CONFIG_RULES, config_problems
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError
 
+PRIVATE = ["privacy.epsilon=8", "privacy.delta=1e-5"]
 CASES = [
     ("model-path-decides", ["model.path=base", "model.dim=64"],
      "model.path=base: the folder sets model.dim. Leave it out, or leave model.path out."),
@@ -215,6 +216,27 @@ CASES = [
     ("tables-on-the-host", ["layout=user=rows", "tables.cache=0.1"],
      "tables.cache=0.1: tables.cache and tables.folder are for tables with style host, and layout has none. Set "
      "layout, such as 'user=host', or leave them out."),
+    ("privacy-fits-the-plan", [*PRIVATE, "plan=dp_replicate=2 recompute=full"],
+     "privacy.epsilon=8: plan.recompute=full: with privacy, the recorder does not see a forward that runs again in "
+     "backward. Use recompute=none."),
+    ("privacy-needs-a-plan", [*PRIVATE, "plan=auto"],
+     "privacy.epsilon=8: the planner does not count per-sample gradients. Write the plan, such as "
+     "plan='dp_replicate=*'."),
+    ("privacy-needs-torch", [*PRIVATE, "launch.engine=jax"],
+     "privacy.epsilon=8: the JAX engine has no private steps. Use launch.engine=torch."),
+    ("privacy-needs-delta", ["privacy.epsilon=8", "privacy.delta=0"],
+     "privacy.delta=0: it is a probability below 1 / number of records. Use privacy.delta=1e-5."),
+    ("privacy-draws-by-record", [*PRIVATE, "data.batching=cost"],
+     "privacy.epsilon=8: records are drawn independently, not by cost. Leave data.batching out."),
+    ("privacy-fits-the-plan", [*PRIVATE, "plan=dp_replicate=2 shares=3+1"],
+      "privacy.epsilon=8: plan.shares=3+1: with privacy, it is not tested. Use shares=none."),
+    ("privacy-keeps-shares", [*PRIVATE, "plan=dp_replicate=2", "balance=apply"],
+      "privacy.epsilon=8: private steps are not tested with shares that change. Use balance=tell."),
+    ("privacy-has-no-tables", [*PRIVATE, "layout=user=rows"],
+      "privacy.epsilon=8: the rows of sharded tables are not clipped by sample. Leave the tables out of layout."),
+    ("privacy-is-on", ["privacy.epsilon=0", "privacy.clip=0.5"],
+     "privacy.epsilon=0: settings of [privacy] are set, and neither epsilon nor noise is. Set privacy.epsilon=8, or "
+     "leave them out."),
     ("tables-decay-lazily", ["layout=user=rows", "tables.weight_decay=0.1"],
      "tables.weight_decay=0.1: tables.optimizer=rowwise_adagrad does not decay rows. Use 0, or "
      "tables.optimizer=lazy_adamw."),

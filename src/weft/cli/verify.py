@@ -26,6 +26,7 @@ _PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default the plan of run.tom
 _FULL_HELP = "With --all: try every combination of settings instead of each layout once and all pairs of settings."
 _SAMPLE_HELP = "With --all: try at most this many plans, drawn at random with --seed."
 _PART_HELP = 'With --all: try only one part of the plans, such as "2/10".'
+_PRIVACY_HELP = "Compare private steps, with clipping and noise, with a loop over single samples."
 _BATCH_HELP = "Samples per step; by default 8, with --all 4 per rank."
 
 
@@ -50,6 +51,7 @@ def verify(
         typer.Option("--layout", help=("pattern=style entries or a file of them; by default derived from the model.")),
     ] = "",
     engine: Annotated[str, typer.Option("--engine", help="torch, or jax: one program on virtual devices.")] = "torch",
+    privacy: Annotated[bool, typer.Option("--privacy", help=_PRIVACY_HELP)] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -60,7 +62,7 @@ def verify(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
-    _check_choice(engine, plan, all_ranks)
+    _check_choice(engine, plan, all_ranks, privacy)
     choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
@@ -84,13 +86,15 @@ def verify(
         subject = replace(subject, layout=Layout.read(layout))
     if all_ranks is not None:
         raise typer.Exit(_verify_all(subject, all_ranks, choice, as_json))
-    text = plan if plan is not None else subject.plan
-    if not text:
+    if not (text := plan if plan is not None else subject.plan):
         raise PlanError("plan=: give --plan, or --all with a number of ranks.")
-    raise typer.Exit(_verify_one(subject, Plan.parse(text), engine, as_json))
+    one = Plan.parse(text)
+    raise typer.Exit(_verify_private(subject, one, as_json) if privacy else _verify_one(subject, one, engine, as_json))
 
 
-def _check_choice(engine: str, plan: str | None, all_ranks: int | None) -> None:
+def _check_choice(engine: str, plan: str | None, all_ranks: int | None, privacy: bool) -> None:
+    if privacy and (all_ranks is not None or engine != "torch"):
+        raise ConfigError("privacy=: private steps are verified under one plan of the torch engine. Give --plan.")
     if engine not in ("torch", "jax"):
         raise ConfigError(f"engine={engine}: not one of torch, jax. Use torch.")
     if engine == "jax" and all_ranks is not None:
@@ -136,6 +140,16 @@ def _verify_one(subject: Subject, plan: Plan, engine: str, as_json: bool) -> int
         for note in verifier.notes:
             print_line(note)
         print("\n".join(describe(verdict)))
+    return 0 if verdict.passed else 1
+
+
+def _verify_private(subject: Subject, plan: Plan, as_json: bool) -> int:
+    from weft.verify.private_steps import describe_private, verify_private
+    from weft.verify.verifier import check_subject
+
+    check_subject(subject, plan)
+    verdict = verify_private(subject, plan)
+    print(json.dumps(verdict.to_json()) if as_json else "\n".join(describe_private(verdict)))
     return 0 if verdict.passed else 1
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.config.energy_section import EnergySection
+from weft.config.privacy.section import PrivacySection
 from weft.config.sections import (
     AdapterSection,
     AlertSection,
@@ -401,6 +402,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
     tables: TableSection = TableSection()
+    privacy: PrivacySection = PrivacySection()
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()

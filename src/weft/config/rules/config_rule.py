@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.config.fields.layout import Layout
 from weft.config.fields.plan_text import is_auto
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
-from weft.errors import PlanError, Problem
+from weft.errors import LayoutError, PlanError, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,14 @@ class ConfigRule:
             return None
         message = self.message if isinstance(self.message, str) else self.message(config)
         return Problem(self.keys[0], f"{self.keys[0]}={message}")
+
+
+def shards_tables(config: RunConfig) -> bool:
+    """Return True if the layout shards embedding tables over the data ranks."""
+    try:
+        return bool(config.layout) and Layout.read(config.layout).is_of_tables
+    except LayoutError:
+        return False
 
 
 def plan_of(config: RunConfig) -> tuple[Plan, str | None] | None:

@@ -16,6 +16,7 @@ from weft.config.rules.engine_rules import JAX_RULES
 from weft.config.rules.monitor_rules import energy_problems, watch_problems
 from weft.config.rules.optimizer_rules import OPTIMIZER_RULES
 from weft.config.rules.plan_rules import check
+from weft.config.rules.privacy_rules import PRIVACY_RULES
 from weft.config.rules.rule import Facts
 from weft.config.rules.share_config_rules import SHARE_CONFIG_RULES
 from weft.config.rules.table_rules import TABLE_RULES
@@ -378,6 +379,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     *OPTIMIZER_RULES,
     *TABLE_RULES,
+    *PRIVACY_RULES,
     ConfigRule(
         name="measured-kernels-vary",
         keys=("train.deterministic", "kernels.convolutions"),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.config.fields.layout import Layout
 from weft.config.fields.plan_text import is_auto
-from weft.config.rules.config_rule import ConfigRule, plan_of
+from weft.config.rules.config_rule import ConfigRule, plan_of, shards_tables
 from weft.config.rules.share_rules import unsupported_with_shares
 from weft.config.run_config import RunConfig
-from weft.errors import LayoutError
 
 #: Tasks other than the default one whose batches follow shares.
 _TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq")
@@ -40,13 +38,6 @@ def _not_with_shares(
             f"{_setting(config)} out."
         ),
     )
-
-
-def _has_tables(config: RunConfig) -> bool:
-    try:
-        return bool(config.layout) and Layout.read(config.layout).is_of_tables
-    except LayoutError:
-        return False
 
 
 def _unfit_plan(config: RunConfig) -> str:
@@ -80,6 +71,6 @@ SHARE_CONFIG_RULES: tuple[ConfigRule, ...] = (
     _not_with_shares("need-torch", "launch.engine", lambda config: config.launch.engine == "jax",
                      lambda config: config.launch.engine, "Use launch.engine=torch"),
     # Shares of the plan are refused with tables by the tables' own rule.
-    _not_with_shares("have-no-tables", "layout", lambda config: config.balance == "apply" and _has_tables(config),
+    _not_with_shares("have-no-tables", "layout", lambda config: config.balance == "apply" and shards_tables(config),
                      lambda config: config.layout, "Leave rows, columns and one out of layout"),
 )  # fmt: skip

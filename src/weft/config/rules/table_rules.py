@@ -6,18 +6,11 @@ from collections.abc import Callable
 
 from weft.config.fields.layout import Layout
 from weft.config.fields.plan_text import is_auto
-from weft.config.rules.config_rule import ConfigRule, plan_of
+from weft.config.rules.config_rule import ConfigRule, plan_of, shards_tables
 from weft.config.run_config import RunConfig
 from weft.config.table_plans import table_plan_problems
 from weft.config.table_section import TableSection
-from weft.errors import LayoutError, Problem
-
-
-def _has_tables(config: RunConfig) -> bool:
-    try:
-        return bool(config.layout) and Layout.read(config.layout).is_of_tables
-    except LayoutError:
-        return False
+from weft.errors import Problem
 
 
 def _plan_problems(config: RunConfig) -> list[Problem]:
@@ -32,7 +25,7 @@ def _not_with_tables(name: str, key: str, predicate: Callable[[RunConfig], bool]
         name=f"tables-{name}",
         keys=("layout", key),
         reason=f"If a layout shards embedding tables, {why}.",
-        predicate=lambda config: _has_tables(config) and predicate(config),
+        predicate=lambda config: shards_tables(config) and predicate(config),
         message=lambda config: (
             f"{config.layout}: it shards embedding tables, and {why}. {remedy}, or leave the tables out of layout."
         ),
@@ -44,7 +37,7 @@ TABLE_RULES: tuple[ConfigRule, ...] = (
         name="tables-fit-the-plan",
         keys=("layout", "plan"),
         reason="Embedding tables are built for data parallelism with zero up to 2, without the other techniques.",
-        predicate=lambda config: _has_tables(config) and bool(_plan_problems(config)),
+        predicate=lambda config: shards_tables(config) and bool(_plan_problems(config)),
         message=lambda config: f"{config.layout}: plan.{_plan_problems(config)[0].message}",
     ),
     _not_with_tables("need-a-plan", "plan", lambda config: is_auto(config.plan), "the planner does not count them",
@@ -61,7 +54,7 @@ TABLE_RULES: tuple[ConfigRule, ...] = (
         name="tables-are-in-the-layout",
         keys=(*(f"tables.{name}" for name in TableSection.model_fields), "layout"),
         reason="Without an embedding table in the layout, the settings of [tables] would do nothing.",
-        predicate=lambda config: config.tables != TableSection() and not _has_tables(config),
+        predicate=lambda config: config.tables != TableSection() and not shards_tables(config),
         message=lambda config: (
             f"{config.tables.optimizer}: settings of [tables] are set, and layout shards no embedding table. Set "
             "layout, such as 'user=rows', or leave them out."
@@ -73,7 +66,7 @@ TABLE_RULES: tuple[ConfigRule, ...] = (
         reason="Only tables with style host (or auto) have a cache and mapped files.",
         predicate=lambda config: (
             (config.tables.cache, config.tables.folder) != (TableSection().cache, TableSection().folder)
-            and _has_tables(config)
+            and shards_tables(config)
             and not {"host", "auto"} & {style for _, style in Layout.read(config.layout).pairs}
         ),
         message=lambda config: (

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from weft.comm.autograd import operator_of, prepare_operators, scatter_sum, sum_over
 from weft.comm.collectives import all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
@@ -280,6 +281,8 @@ def columns(
         whole: all tokens of x, or None to gather them in chunks during the matmuls.
         held: stores the factors of weight gradients while it is open; None to defer nothing.
     """
+    if has_torch_function((x,)):  # per-sample gradients replace this function
+        return handle_torch_function(columns, (x,), x, whole, line, members, held)
     weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
     biases = [one.bias for one in members]
     return _Columns.apply(x, None if whole is None else whole.detach(), line, (held, members), *weights, *biases)

@@ -30,15 +30,18 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.model import add_tables, table_weights
 from weft.parallel.zero.magnitudes import load_base
-from weft.train.batches.data_share import Batches, Share
+from weft.privacy.update import PrivateUpdate
+from weft.train.batches.data_share import Batches, MapDataset, Share
 from weft.train.engine import EngineJob
 from weft.train.engines.gpu_kernels import GpuKernels
 from weft.train.engines.replica_engine import OtherWorlds
 from weft.train.joined_rank import JoinedRank
+from weft.train.privacy.run import private_samples, private_update
 from weft.train.states.averaged_weights import check_averages
 from weft.train.states.model_state import packed_source
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
+from weft.train.tasks.indexed import drawn_batches
 from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter
 
 
@@ -63,7 +66,9 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     """
     config, task, mesh = job.config, job.task, rank.mesh
     task.open(job.folder)
-    batches, eval_batches = _batches(job, mesh)
+    private = private_samples(config, task) if config.privacy.is_on else None
+    update = None if private is None else private_update(config, private, job.folder, mesh)
+    batches, eval_batches = _batches(job, mesh, private, update)
 
     base = task.initial_model(mesh.plan)
     weights = task.initial_weights(base)
@@ -90,12 +95,13 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
         task.loss,
         mesh,
         forward=task.forward,
-        max_grad_norm=config.optimizer.max_grad_norm,
+        max_grad_norm=config.optimizer.max_grad_norm if update is None else 0.0,
         nominal_tokens=task.nominal_count(),
         meter=meter,
         check_batch=config.train.check_batch,
         # On a CPU, copies take compute time, so overlapping gains nothing.
         weights_follow=access.collectives_overlap(mesh.device),
+        privacy=update,
     )
     data_parallel(model).coders.exact_steps = config.train.compress_after
     if (sync := rare_sync(model)) is not None:
@@ -123,8 +129,13 @@ def _build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimiz
     return optimizer
 
 
-def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]:
-    """Return training and evaluation batches. Each replica evaluates the full set, in microbatches of equal size."""
+def _batches(
+    job: EngineJob, mesh: Mesh, private: MapDataset | None, update: PrivateUpdate | None
+) -> tuple[Batches, Iterable[Any] | None]:
+    """Return training and evaluation batches. Each replica evaluates the full set, in microbatches of equal size.
+
+    private: records that a private run draws, or None. update: its noise and account, or None.
+    """
     axis = mesh.reader
     share = Share(
         job.config.train.global_batch,
@@ -136,6 +147,9 @@ def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]
     )
     passes = share.microbatches * (axis.size // mesh.data.size)
     own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size, timeline=ShareTimeline())
+    if private is not None and update is not None:
+        batches = drawn_batches(private, share, job.task.collate, lambda step: update.draw(step).tolist())
+        return batches, job.task.eval_batches(own)
     return job.task.batches(share), job.task.eval_batches(own)
 
 

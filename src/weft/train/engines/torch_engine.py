@@ -19,6 +19,7 @@ from weft.memory.offload import HostCopies
 from weft.monitor.step_times import Meter, own_seconds
 from weft.parallel.context.context import takes_full_samples
 from weft.parallel.replicas.local_sgd import rare_sync
+from weft.privacy.update import restore_account
 from weft.train.batches.data_share import Batches
 from weft.train.batches.microbatches import Microbatches
 from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, TraceKind, derive_seed
@@ -104,12 +105,15 @@ class TorchState:
     def values(self) -> Mapping[str, Any]:
         adapter = {} if self._adapter is None else {"adapter": self._adapter}
         replicas = {} if self._replicas is None else self._replicas.state()
-        return {"loss_scale": self._step.loss_scale.state(), **adapter, **replicas}
+        privacy = self._step.privacy
+        account = {} if privacy is None else {"privacy": privacy.ledger.to_json()}
+        return {"loss_scale": self._step.loss_scale.state(), **adapter, **replicas, **account}
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
         self._step.wait_for_weights()
         left_out = resume(self._step.model, self._step.optimizer, checkpoint)
         self._step.loss_scale.restore(checkpoint.state["loss_scale"])
+        restore_account(self._step.privacy, checkpoint.state.get("privacy"))
         return left_out
 
 
@@ -193,6 +197,8 @@ class TorchEngine:
         step, config = self.train_step, self._job.config
         for group in step.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
+        if step.privacy is not None and step.privacy.is_last:
+            self.wants_stop = self.wants_stop or number + 1 < config.train.steps
         step.measures_update = config.monitor.measures_update(number + 1)
         self._kernels.before(batches)
         if (sync := rare_sync(step.model)) is not None:

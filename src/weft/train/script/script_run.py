@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,8 +51,11 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
 from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.model import add_tables, table_styles, table_weights
-from weft.train.batches.microbatches import ForwardFn, from_loader
+from weft.privacy.settings import Privacy
+from weft.privacy.update import PrivateUpdate
+from weft.train.batches.microbatches import ForwardFn, Microbatches, from_loader
 from weft.train.losses import LossFn, give_float32
+from weft.train.privacy.batches import private_batches
 from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_errors import report_user_errors
 from weft.train.script.script_state import ScriptState
@@ -226,6 +229,7 @@ class Run(ScriptState):
         weights_follow: bool = False,
         check_batch: bool = True,
         tables: TableOptimizer | None = None,
+        privacy: Privacy | None = None,
         **optimizer_options: Any,
     ) -> TrainStep:
         """Return a `TrainStep`, which trains on one batch per call: `metrics = step(batch)`.
@@ -244,6 +248,8 @@ class Run(ScriptState):
                 divides a batch: interaction between samples, noise, or buffers that forward changes.
             tables: optimizer of the embedding tables that the layout shards. None uses `optimizer` for them, if it
                 leaves rows without a gradient unchanged: SGD without momentum, or Adagrad.
+            privacy: clip the gradient of each sample to `privacy.clip` and add noise. Take the batches from
+                `run.private_batches`, which draws the samples of each step.
             **optimizer_options: options of the class, such as lr=3e-4.
 
         Raises:
@@ -265,7 +271,30 @@ class Run(ScriptState):
             add_tables(model, optimizer, tables)
         self._leaves_out = True
         options: dict[str, Any] = {"max_grad_norm": max_grad_norm or 0.0, "weights_follow": weights_follow}
+        if privacy is not None:
+            if table_weights(model):
+                raise PlanError(
+                    "privacy: the rows of sharded tables are not clipped by sample. Leave the tables out of layout."
+                )
+            options["privacy"] = PrivateUpdate(privacy, self.mesh, max_grad_norm=max_grad_norm)
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, check_batch=check_batch, **options)
+
+    def private_batches(
+        self, dataset: Any, step: TrainStep, *, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> Iterator[Microbatches]:
+        """Yield this rank's part of the batches of a private step, until its steps are done or its budget is spent.
+
+        A step draws each record independently, so batches differ in size and may be empty.
+
+        Args:
+            dataset: map-style dataset of `privacy.records` records.
+            step: the result of `train_step` with `privacy`.
+            collate_fn: makes a batch of a list of samples; torch's default_collate by default.
+
+        Raises:
+            PlanError: if the step is not private, or the dataset has another number of records.
+        """
+        return private_batches(dataset, step, self.mesh, collate_fn)
 
     def dense_parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of a parallelized model except the embedding tables that the layout shards."""

@@ -28,6 +28,7 @@ from weft.models.adapters import adapted
 from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.replicas.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel, is_attached, originals
+from weft.privacy.update import PrivateUpdate, restore_account
 from weft.train.batches.microbatches import ForwardFn, call_model
 from weft.train.generating import complete, limits_of
 from weft.train.loop.checkpointer import Checkpointer, Save
@@ -89,7 +90,12 @@ class ScriptObjects:
             "ema": None if ema is None else {"decay": ema.decay, "num_updates": ema.num_updates},
             "adapter": adapter_state(self.model),
             "dropout_keys": 0 if drops is None else drops.num_keys,
+            "privacy": None if self._privacy is None else self._privacy.ledger.to_json(),
         }
+
+    @property
+    def _privacy(self) -> PrivateUpdate | None:
+        return self.optimizer.privacy if isinstance(self.optimizer, TrainStep) else None
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise CheckpointError if the checkpoint belongs to another model, or lacks the state of an object."""
@@ -107,6 +113,7 @@ class ScriptObjects:
             restore_settings(self.torch_optimizer, state["settings"])
         if isinstance(self.optimizer, TrainStep) and state.get("loss_scale"):
             self.optimizer.loss_scale.restore(state["loss_scale"])
+        restore_account(self._privacy, state.get("privacy"))
         if self.loader is not None:
             self.loader.load_state_dict(state["loader"])
         if self.scheduler is not None:

@@ -18,21 +18,25 @@ from weft.optim.step_decision import LossScale
 from weft.parallel.local_means import trust_loss
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.state.gradients import data_parallel
+from weft.privacy.update import PrivateUpdate
 from weft.train.batches.microbatches import BatchSplit, ForwardFn
 from weft.train.losses import CheckedLoss, GlobalBatchLoss, LossFn, expect_global_batch
 from weft.train.step.checks import FirstStep, ReplicaWatch, StepCheck
 from weft.train.step.errors import explains_failures
 from weft.train.step.graphed_passes import Graphed, GraphedPasses, graphed_passes
 from weft.train.step.passes import Accumulate, AccumulateCompared, ModelState, Pipelined, Work
+from weft.train.step.private_passes import private_passes
 from weft.train.step.update import StepMetrics, StepTotals, WeightUpdate
 
 
 def passes_of(
     model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, state: ModelState,
-    recorder: Recorder | None = None,
+    recorder: Recorder | None = None, privacy: PrivateUpdate | None = None,
 ) -> Accumulate:  # fmt: skip
     """Return the object that runs a step's microbatches. recorder: records graphs for graphs=on; None for CUDA's."""
     basics = model, forward, loss, meter
+    if privacy is not None:
+        return private_passes(model, mesh, forward, loss, meter, clip=privacy.clip, passes=privacy.passes)
     if mesh.plan.graphs:
         return Graphed(*basics, graphed_passes(model, mesh, recorder, compares=loss.compares))
     if (pipeline := pipeline_of(model)) is not None:
@@ -62,6 +66,7 @@ class TrainStep:
         recorder: records graphs under graphs=on; None for CUDA graphs.
         check_batch: if True, the first step runs some small forwards to warn of results that depend on how the plan
             divides a batch.
+        privacy: clips the gradient of each sample and adds noise; None for ordinary training.
     """
 
     def __init__(
@@ -79,7 +84,13 @@ class TrainStep:
         reads_late: bool | None = None,
         recorder: Recorder | None = None,
         check_batch: bool = False,
+        privacy: PrivateUpdate | None = None,
     ):
+        if privacy is not None:
+            privacy.attach(model, optimizer, mesh, loss_fn)
+            reads_late = False
+        #: Noise and account of private steps, or None.
+        self.privacy = privacy
         self.model, self.optimizer, self.mesh = model, optimizer, mesh.replica
         self.wants_stop = self.asks = self.has_trained = False
         #: True if steps measure their update ratio; equal on all ranks.
@@ -94,11 +105,14 @@ class TrainStep:
         self._update = WeightUpdate(
             model, optimizer, self.mesh, max_grad_norm=max_grad_norm or 0.0, nominal_tokens=nominal_tokens,
             weights_follow=weights_follow, reads_late=reads_late, after=self._state.finish,
+            divisor=None if privacy is None else privacy.expected,
         )  # fmt: skip
-        self._passes = passes_of(model, self.mesh, forward, self._loss, self._meter, self._state, recorder)
+        self._passes = passes_of(model, self.mesh, forward, self._loss, self._meter, self._state, recorder, privacy)
         replicas = ReplicaWatch(self._engine, self.mesh)
         self._checks: list[StepCheck] = [replicas] if replicas.is_needed else []
-        self._first: FirstStep | None = FirstStep(self._passes, self._state, self.mesh, checks_batch=check_batch)
+        self._first: FirstStep | None = None
+        if privacy is None:  # clipping and noise are no sums over samples, which the checks of a first step compare
+            self._first = FirstStep(self._passes, self._state, self.mesh, checks_batch=check_batch)
 
     @explains_failures
     def __call__(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> StepMetrics:
@@ -114,6 +128,8 @@ class TrainStep:
                 generators after the step.
             dropout_key: seed of this step's dropout masks, equal on all ranks. None uses the model's step count.
         """
+        if self.privacy is not None:
+            self.privacy.begin_step()
         first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
         with nullcontext() if first is None else first.watching():
             totals = self._compute(batch, seeds, dropout_key, checks=checks, first=first)
@@ -126,6 +142,7 @@ class TrainStep:
             if is_late:
                 metrics = self._update.apply_late(totals.numbers, self.measures_update)
             else:
+                self._add_noise()
                 metrics = self._update.apply(numbers, self.measures_update)
         self.mesh.pulse.in_step, self._first = False, None
         if first is not None:
@@ -143,6 +160,8 @@ class TrainStep:
 
         For callers that run code in between. The first step does not check gradients of custom autograd functions.
         """
+        if self.privacy is not None:
+            self.privacy.begin_step()
         first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
         with nullcontext() if first is None else first.watching():
             totals = self._compute(batch, None, None, checks=checks, first=first)
@@ -151,9 +170,15 @@ class TrainStep:
 
     def apply(self) -> StepMetrics:
         """Update the weights from the gradients of `compute`. All ranks call it."""
+        self._add_noise()
         metrics = self._update.apply(self._numbers, self.measures_update)
         self.mesh.pulse.in_step, self._first = False, None
         return metrics
+
+    def _add_noise(self) -> None:
+        if self.privacy is not None:
+            self._engine.scale(1.0)  # makes the gradients available
+            self.privacy.add_noise(self._update.sum_factor())
 
     def _compute(
         self, batch: Any, seeds: Sequence[int] | None, dropout_key: int | None, *, checks: Sequence[StepCheck] = (),

@@ -94,19 +94,22 @@ class StepMetrics:
         return self if ratio is None or self.skipped is not None else replace(self, update_ratio=ratio())
 
     @classmethod
-    def of_sums(cls, numbers: Sequence[float], nominal: float, scale: LossScale) -> StepMetrics:
+    def of_sums(
+        cls, numbers: Sequence[float], nominal: float, scale: LossScale, divisor: float | None = None
+    ) -> StepMetrics:
         """Return the metrics of a step.
 
         Args:
             numbers: as in `StepTotals.numbers`.
             nominal: divisor of the loss before backward.
             scale: the loss scale in this step.
+            divisor: fixed divisor of the gradient sum; None for the number of tokens.
         """
         loss_sum, num_tokens, stops, *_, norm = numbers
         loss = loss_sum / max(num_tokens, 1.0)
-        grad_norm = norm * to_mean(nominal, num_tokens, scale)
+        grad_norm = norm * to_mean(nominal, divisor or num_tokens, scale)
         skipped = None
-        if num_tokens == 0:
+        if num_tokens == 0 and divisor is None:
             skipped = "no trained token in the global batch"
         elif not math.isfinite(loss):
             skipped = f"loss is {loss}"
@@ -192,14 +195,17 @@ class WeightUpdate:
         weights_follow: return before the new weights are gathered.
         reads_late: let the device decide if possible; None enables it on a GPU.
         after: called with True if the step was applied, or with a 0-d bool tensor if only the device has the decision.
+        divisor: fixed divisor of the gradient sum, such as the expected batch size of a private step; None to divide by
+            the number of tokens.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, *, max_grad_norm: float,
         nominal_tokens: int | None, weights_follow: bool, reads_late: bool | None,
-        after: Callable[[bool | torch.Tensor], None],
+        after: Callable[[bool | torch.Tensor], None], divisor: float | None = None,
     ):  # fmt: skip
         self._optimizer, self._mesh, self.max_grad_norm, self._after = optimizer, mesh, max_grad_norm, after
+        self._divisor = divisor
         self._engine, self._weights_follow = data_parallel(model), weights_follow
         self._engine.adopt(optimizer)
         self._sync = rare_sync(model)
@@ -244,6 +250,11 @@ class WeightUpdate:
 
     # --- results that are read later ---
 
+    def sum_factor(self) -> float:
+        """Return the factor of gradient sums before the update: loss scale / nominal divisor."""
+        assert self._nominal is not None
+        return self._loss_scale.factor() / self._nominal
+
     @property
     def is_unread(self) -> bool:
         """True if the host has not read the device's decision about the last step."""
@@ -273,7 +284,7 @@ class WeightUpdate:
     def metrics(self, numbers: list[float]) -> StepMetrics:
         """Return the metrics of a step before its update."""
         assert self._nominal is not None
-        return StepMetrics.of_sums(numbers, self._nominal, self._loss_scale)
+        return StepMetrics.of_sums(numbers, self._nominal, self._loss_scale, self._divisor)
 
     def can_read_late(self) -> bool:
         """Return True if the device can decide about this step."""
@@ -292,10 +303,10 @@ class WeightUpdate:
 
     def _apply(self, numbers: list[float], nominal: float, measures: bool) -> StepMetrics:
         """Normalize, clip and step, or skip. The decision uses only numbers that all ranks share."""
-        metrics = StepMetrics.of_sums(numbers, nominal, self._loss_scale)
+        metrics = StepMetrics.of_sums(numbers, nominal, self._loss_scale, self._divisor)
         if not math.isfinite(metrics.grad_norm):
             self._engine.check()
-        factor = to_mean(nominal, numbers[1], self._loss_scale)
+        factor = to_mean(nominal, self._divisor or numbers[1], self._loss_scale)
         self._loss_scale.update(metrics.is_finite)
         if metrics.skipped is None:
             clip = clip_factor(metrics.grad_norm, self.max_grad_norm)

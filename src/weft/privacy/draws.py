@@ -1,0 +1,40 @@
+"""Poisson draws: each record is in a step with the same probability, independently. A function of (key, step, record).
+
+Records are numbered from 0. Each run of `BLOCK` records has its own Philox stream, so the draw of a record depends on
+nothing else, and a resumed run draws the same records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+#: Records of one stream.
+BLOCK = 2**16
+
+
+def drawn(key: bytes, step: int, records: int, rate: float) -> np.ndarray:
+    """Return the records of a step in ascending order, int64.
+
+    Args:
+        key: the secret key.
+        step: number of steps done before.
+        records: number of records.
+        rate: probability with which a record is drawn.
+    """
+    digest = hashlib.blake2b(str(step).encode(), key=key, digest_size=16, person=b"weft draws").digest()
+    stream = np.frombuffer(digest, dtype=np.uint64)
+    found: list[np.ndarray] = []
+    for block in range(-(-records // BLOCK)):
+        generator = np.random.Generator(np.random.Philox(key=stream, counter=[0, 0, 0, block]))
+        count = min(BLOCK, records - block * BLOCK)
+        found.append(np.flatnonzero(generator.random(BLOCK)[:count] < rate) + block * BLOCK)
+    return np.concatenate(found)
+
+
+def most_drawn(records: int, rate: float, steps: int, chance: float = 1e-6) -> int:
+    """Return a size that no step of a run exceeds, except with probability `chance`, by Bernstein's inequality."""
+    mean = records * rate
+    log = float(np.log(steps / chance))
+    return min(records, int(np.ceil(mean + log / 3 + np.sqrt(log * log / 9 + 2 * log * mean * (1 - rate)))))

@@ -1,0 +1,1 @@
+"""Private runs: drawn batches, and the settings of a run's config."""

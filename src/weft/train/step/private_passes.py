@@ -1,0 +1,260 @@
+"""Forward and backward passes whose gradients are clipped sample by sample.
+
+One pass keeps the factors of the weight gradients until the microbatch's backward has ended and its norms are computed.
+Two passes compute only the norms in the first backward, and the gradients of the weighted losses in a second one
+through the same graph. zero=3 and pipelines also run forward twice: their gradients are reduced inside backward, and
+the norms of a sample are computed after all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.mesh import Mesh
+from weft.errors import ModelError
+from weft.monitor.step_times import Meter
+from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
+from weft.privacy.gradients import SampleGradients, sample_losses
+from weft.privacy.recorder import GradientRecord, UnknownUse
+from weft.privacy.rules import check_batch
+from weft.train.batches.microbatches import ForwardFn, samples_in, split_rows
+from weft.train.losses import CheckedLoss
+from weft.train.step.passes import Accumulate, Work
+
+#: Elements of gradients that are held until they are passed to autograd.
+_DELIVERED = 2**20
+#: Relative difference of squared norms that rounding explains.
+_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
+
+
+class PrivateAccumulate(Accumulate):
+    """Runs one microbatch after another, and accumulates clipped sums.
+
+    Args:
+        clip: largest norm of a sample's gradient.
+        passes: 1 or 2, or 0 for as few as the plan allows.
+    """
+
+    def __init__(
+        self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *, mesh: Mesh, clip: float,
+        passes: int,
+    ):  # fmt: skip
+        super().__init__(model, forward, loss, meter)
+        self.gradients = SampleGradients(model, mesh, clip)
+        self._is_sharded = mesh.plan.zero == 3
+        self.passes = passes or (2 if self._is_sharded or mesh.plan.pp > 1 else 1)
+        self._precision, self._is_checked = mesh.plan.precision, False
+
+    def run(self, work: Work) -> None:
+        """Run all microbatches. In the first step, check that samples do not change each other's gradients."""
+        if not self._is_checked:
+            self._check(work)
+            self._is_checked = True
+        super().run(work)
+
+    def _check(self, work: Work) -> None:
+        """Compare the norm of the first sample alone and with another one, without dropout.
+
+        Raises ModelError if they differ, or if a parameter's gradient is computed outside the recorder.
+        """
+        batch = work.microbatches[0]
+        rows = min(2, samples_in(batch))
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            found: list[Tensor] = []
+            for some in split_rows(batch, [range(rows), range(1)]):
+                few = replace(work, microbatches=[some], inside=lambda index: nullcontext())
+                record = self._norms(few, 0, check=self.gradients.check_graph)
+                found.append(self.gradients.norms([record])[0][:1])
+        finally:
+            for module in training:
+                module.training = True
+        beside, alone = (float(one) for one in found)
+        if abs(beside - alone) > _TOLERANCE[self._precision] * max(alone, 1e-12):
+            raise ModelError(
+                f"privacy: the gradient of a sample has norm {beside**0.5:.6g} beside another sample, and "
+                f"{alone**0.5:.6g} alone, so the model mixes samples or its rows are not samples. Put samples first, "
+                "and use layers that treat them separately."
+            )
+
+    def run_one(self, work: Work, index: int) -> None:
+        """Run one microbatch, after the generators have been seeded."""
+        check_batch(work.microbatches[index], samples_in(work.microbatches[index]))
+        if self.passes == 1:
+            self._run_once(work, index)
+        elif not self._is_sharded:
+            self._run_backward_twice(work, index)
+        else:
+            [weights] = self.gradients.weights([self._norms(work, index)])
+            work.draws.begin(index)
+            self._run_weighted(work, index, weights)
+
+    def _run_once(self, work: Work, index: int) -> None:
+        last = index == len(work.microbatches) - 1
+        with self.engine.microbatch(last):
+            record, losses = self._recorded(work, index, keeps=True, counts=True)
+            with self.meter.phase("backward"):
+                losses.sum().backward()
+                [weights] = self.gradients.weights([record])
+                weights = weights * (work.scale * (not work.samples[index].is_empty))
+                deliver(record.weighted(weights))
+
+    def _run_backward_twice(self, work: Work, index: int) -> None:
+        """Run forward once, backward for the norms, and backward of the weighted losses through the same graph."""
+        last = index == len(work.microbatches) - 1
+        with self.engine.microbatch(last):
+            record, losses = self._recorded(work, index, keeps=False, counts=True)
+            with self.meter.phase("backward"):
+                losses.sum().backward(retain_graph=True)
+                [weights] = self.gradients.weights([record])
+                deliver(record.second_backward(self._weighted(work, index, losses, weights)))
+
+    def _norms(self, work: Work, index: int, check: Callable[[Tensor], None] | None = None) -> GradientRecord:
+        """Run forward and backward without gradients of parameters. Return the record of the norms.
+
+        check: called with the losses before backward.
+        """
+        # zero=3 gathers parameters in hooks that depend on whether gradients are reduced.
+        with self.engine.microbatch(False) if self._is_sharded else nullcontext():
+            record, losses = self._recorded(work, index, keeps=False, counts=False)
+            if check is not None:
+                check(losses)
+            with self.meter.phase("backward"):
+                losses.sum().backward()
+        return record
+
+    def _recorded(self, work: Work, index: int, *, keeps: bool, counts: bool) -> tuple[GradientRecord, Tensor]:
+        """Run forward in a recorder. Return the record and the loss of each sample.
+
+        counts: True to add the losses to the step's sums.
+        """
+        batch = work.microbatches[index]
+        with self.meter.phase("forward"):
+            while True:
+                record = self.gradients.record(samples_in(batch), keeps=keeps)
+                try:
+                    with work.inside(index), self.gradients.recorder(record).recording():
+                        output = self.forward(self.model, batch)
+                    break
+                except UnknownUse as unknown:
+                    self.gradients.handle(unknown, may_retry=True)
+                    work.draws.begin(index)
+            losses = self._losses(work, output, index, counts=counts)
+        return record, losses
+
+    def _losses(self, work: Work, output: Any, index: int, *, counts: bool) -> Tensor:
+        batch = work.microbatches[index]
+        runs = [range(one, one + 1) for one in range(samples_in(batch))]
+        losses, sums, numbers = sample_losses(self.loss, output, split_rows(batch, runs))
+        if counts and not work.samples[index].is_empty:
+            work.losses[index] = sums.sum(), numbers.sum()
+            work.sums[0] += sums.sum()
+            work.sums[1] += numbers.sum()
+        return losses
+
+    def _run_weighted(self, work: Work, index: int, weights: Tensor) -> None:
+        last = index == len(work.microbatches) - 1
+        with self.engine.microbatch(last), work.inside(index):
+            with self.meter.phase("forward"):
+                output = self.forward(self.model, work.microbatches[index])
+                losses = self._losses(work, output, index, counts=True)
+                del output
+            with self.meter.phase("backward"):
+                self._weighted(work, index, losses, weights).backward()
+
+    def _weighted(self, work: Work, index: int, losses: Tensor, weights: Tensor) -> Tensor:
+        factor = work.scale * (not work.samples[index].is_empty)
+        return (losses * weights.to(losses.dtype)).sum() * factor
+
+
+def deliver(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Pass gradients to autograd, as if backward had computed them. Small ones are passed together."""
+    params: list[nn.Parameter] = []
+    grads: list[Tensor] = []
+    for param, grad in gradients:
+        params.append(param)
+        grads.append(grad)
+        if sum(one.numel() for one in grads) > _DELIVERED:
+            torch.autograd.backward(params, grads)
+            params, grads = [], []
+    if params:
+        torch.autograd.backward(params, grads)
+
+
+class PrivatePipelined(PrivateAccumulate):
+    """Runs the pipeline's schedule twice: for the norms, and for the gradients of the weighted losses."""
+
+    def __init__(self, *args: Any, pipeline: Pipeline, **options: Any):
+        super().__init__(*args, **options)
+        self._pipeline = pipeline
+
+    def run(self, work: Work) -> None:
+        """Run this rank's pipeline stages. All ranks of pp must call it."""
+        for batch in work.microbatches:
+            check_batch(batch, samples_in(batch))
+        index_of = {id(batch): index for index, batch in enumerate(work.microbatches)}
+        records: list[list[GradientRecord]] = [[] for _ in work.microbatches]
+
+        def record(model: nn.Module, batch: Any) -> Any:
+            made = self.gradients.record(samples_in(batch), keeps=False)
+            records[index_of[id(batch)]].append(made)
+            with self.gradients.recorder(made).recording():
+                return self.forward(model, batch)
+
+        unused = torch.zeros_like(work.sums)
+        zero = unused.new_zeros(())
+        norms = StepWork(
+            work.microbatches, record, record,
+            lambda output, batch, index: (self._losses(work, output, index, counts=False).sum(), zero),
+            1.0, unused, work.draws.seeds, work.inside,
+        )  # fmt: skip
+        try:
+            is_first, self._is_checked = not self._is_checked, True
+            with (
+                # zero=3 calls the hooks of shards after a reduction, even of no gradients.
+                self.gradients.watching() if is_first and not self._is_sharded else nullcontext(),
+                self.engine.microbatch(False) if self._is_sharded else nullcontext(),
+            ):
+                self._pipeline.step(norms, self.meter)
+        except UnknownUse as unknown:
+            self.gradients.handle(unknown, may_retry=False)
+        weights = self._joined(records, work.microbatches)
+
+        def weighted(output: Any, batch: Any, index: int) -> tuple[Tensor, Tensor]:
+            losses = self._losses(work, output, index, counts=True)
+            return self._weighted(work, index, losses, weights[index]) / work.scale, zero
+
+        stages = StepWork(
+            work.microbatches, self.forward, self.forward, weighted, work.scale, torch.zeros_like(work.sums),
+            work.draws.seeds, work.inside,
+        )  # fmt: skip
+        with self.engine.microbatch(last=True):
+            self._pipeline.step(stages, self.meter)
+
+    def _joined(self, records: Sequence[Sequence[GradientRecord]], batches: Sequence[Any]) -> list[Tensor]:
+        """Return the clipping weights by microbatch. A rank has several records of one if it has several stages."""
+        merged: list[GradientRecord] = []
+        for of_stages, batch in zip(records, batches, strict=True):
+            total = self.gradients.record(samples_in(batch), keeps=False)
+            for one in of_stages:
+                total.add(one)
+            merged.append(total)
+        return self.gradients.weights(merged)
+
+
+def private_passes(
+    model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *, clip: float,
+    passes: int,
+) -> PrivateAccumulate:  # fmt: skip
+    """Return the passes of a private step under the mesh's plan."""
+    options: dict[str, Any] = {"mesh": mesh, "clip": clip, "passes": passes}
+    if (pipeline := pipeline_of(model)) is not None:
+        return PrivatePipelined(model, forward, loss, meter, pipeline=pipeline, **options)
+    return PrivateAccumulate(model, forward, loss, meter, **options)
