@@ -82,7 +82,7 @@ class Product:
 
 
 @dataclass(slots=True)
-class Lookup:
+class EmbeddingRows:
     """Use of a table (`num_rows`, D) in an embedding. Gradients of padding tokens are zero."""
 
     ids_BT: Tensor
@@ -184,7 +184,7 @@ def squared_norms(uses: Sequence[Use]) -> Tensor:
     if len(uses) == 1:
         return uses[0].norms()
     products = [use for use in uses if isinstance(use, Product)]
-    lookups = [use for use in uses if isinstance(use, Lookup)]
+    lookups = [use for use in uses if isinstance(use, EmbeddingRows)]
     if len(products) + len(lookups) == len(uses) and not any(one.is_transposed for one in products):
         total: Tensor | None = None
         if products:
@@ -194,7 +194,7 @@ def squared_norms(uses: Sequence[Use]) -> Tensor:
                 total = total + 2 * _cross(linear, lookup)
         if lookups:
             ids, grads = [one.ids_BT for one in lookups], [one.grad_BTD for one in lookups]
-            own = Lookup(torch.cat(ids, 1), torch.cat(grads, 1), lookups[0].num_rows).norms()
+            own = EmbeddingRows(torch.cat(ids, 1), torch.cat(grads, 1), lookups[0].num_rows).norms()
             total = own if total is None else total + own
         assert total is not None
         return total
@@ -215,7 +215,7 @@ def _joined(products: Sequence[Product]) -> Product:
     return Product(torch.cat([one.x_BTI for one in products], 1), torch.cat([one.grad_BTO for one in products], 1))
 
 
-def _cross(product: Product, lookup: Lookup) -> Tensor:
+def _cross(product: Product, lookup: EmbeddingRows) -> Tensor:
     """Return the inner product of the two gradients of each sample: sum over tokens t of the head and s of the table.
 
     The head's gradient has row `id(s)` sum_t grad[t, id(s)] x[t], and the table's gradient of token s is added to it.

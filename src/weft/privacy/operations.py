@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.privacy.factors import Direct, ExpertRows, Lookup, Product, Use, rows_of_samples
+from weft.privacy.factors import Direct, ExpertRows, EmbeddingRows, Product, Use, rows_of_samples
 from weft.private_torch import Function
 
 Put = Callable[[Use], None]
@@ -63,7 +63,7 @@ class Embedding(Function):
         ids_BT = ids.reshape(ctx.samples, -1)
         if ctx.padding is not None:
             grad_BTD = grad_BTD.masked_fill((ids_BT == ctx.padding)[..., None], 0.0)
-        ctx.put(Lookup(ids_BT, grad_BTD, ctx.num_rows))
+        ctx.put(EmbeddingRows(ids_BT, grad_BTD, ctx.num_rows))
         return None, None, None, None, None
 
 

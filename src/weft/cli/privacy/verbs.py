@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plan, report and audit private runs.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-#: What the bound does not cover, for reports.
+#: Numbers that the bound does not cover, for reports.
 NOT_PRIVATE = (
     "losses, gradient norms and metrics of training, which are computed from the records without noise",
     "evaluation data and its metrics",
@@ -68,7 +68,7 @@ def plan(
 
 @app.command()
 def report(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as_json: Json = False) -> None:
-    """Print the epsilon that a run has spent, by two accountants, and what was not private."""
+    """Print the epsilon of a run's steps by two accountants, and its parts that were not private."""
     from weft.privacy.accounting import Steps, epsilon_of
 
     step, account = _account(run)
