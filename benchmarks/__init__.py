@@ -1,0 +1,1 @@
+"""Benchmarks. A regular package, because opacus installs a package of the same name, which would be imported instead."""
