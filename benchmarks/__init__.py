@@ -1,1 +1,1 @@
-"""Benchmarks. A regular package, because opacus installs a package of the same name, which would be imported instead."""
+"""Benchmarks. A regular package: opacus installs one with the same name, which would hide a namespace package."""

@@ -23,7 +23,7 @@ from weft.parallel.local_means import global_mean
 from weft.parallel.parallelize import parallelize
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import IGNORE
-from weft.verify.parity import DecoderCase, microbatches_of_case, train_case
+from weft.verify.parity import DecoderCase, microbatches_of_case, train_case, train_cases
 
 RTOL = 1e-10
 
@@ -53,12 +53,13 @@ class SmoothedCase(DecoderCase):
     ],
 )
 def test_label_smoothing_covers_the_whole_vocabulary(plan, ranks2):
-    """Finding 1: smoothing over each rank's shard of the vocabulary."""
-    case = SmoothedCase(LLAMA, num_steps=2)
-    want = train_case("precision=fp64", case)
-    for got in ranks2.run(train_case, f"{plan} precision=fp64", case):
-        assert got.largest_difference(want) < RTOL
-    assert train_case("precision=fp64", SmoothedCase(LLAMA, num_steps=2, smoothing=0.2)).largest_difference(want) > 1e-5
+    """Finding 1: smoothing over each rank's shard of the vocabulary. Finding 2: gathered logits taken for a shard."""
+    cases = {str(smoothing): SmoothedCase(LLAMA, num_steps=2, smoothing=smoothing) for smoothing in (0.1, 0.0)}
+    want = train_cases("precision=fp64", cases)
+    for found in ranks2.run(train_cases, f"{plan} precision=fp64", cases):
+        for name, got in found.items():
+            assert got.largest_difference(want[name]) < RTOL, name
+    assert want["0.1"].largest_difference(want["0.0"]) > 1e-5
 
 
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("tp=2 sp=on zero=1", marks=pytest.mark.full)])
