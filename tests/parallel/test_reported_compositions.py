@@ -1,7 +1,7 @@
 """Compositions of parallelism that gave wrong numbers without an error in NVIDIA/Megatron-LM#7452, under Weft.
 
 docs/concepts/your_issue.md lists all findings of that report with their tests. The ones without a test elsewhere are
-here: each compares losses, gradient norm, gradients and weights with one process in float64.
+here. Each compares with one process in float64.
 """
 
 from __future__ import annotations
