@@ -1,6 +1,6 @@
 """Compositions of parallelism that gave wrong numbers without an error in NVIDIA/Megatron-LM#7452, under Weft.
 
-docs/concepts/your_issue.md lists all findings of that report with their tests. The ones without a test elsewhere are
+docs/concepts/your_issue.md lists findings of that report with their tests. The ones without a test elsewhere are
 here. Each compares with one process in float64.
 """
 
