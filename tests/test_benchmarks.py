@@ -16,7 +16,7 @@ from tools import record_benchmarks
 from weft import env
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
 PROGRAMS = [*BENCHMARKS, ROOT / "tools" / "drill_campaign.py", ROOT / "tools" / "planner" / "score.py"]
 Definition = ast.FunctionDef | ast.ClassDef
 

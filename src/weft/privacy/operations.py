@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.privacy.factors import Direct, ExpertRows, EmbeddingRows, Product, Use, rows_of_samples
+from weft.privacy.factors import Direct, EmbeddingRows, ExpertRows, Product, Use, rows_of_samples
 from weft.private_torch import Function
 
 Put = Callable[[Use], None]
