@@ -39,7 +39,7 @@ Message = Callable[[RunConfig], str]
 
 def private_plan_problems(plan: Plan) -> list[Problem]:
     """Return the fields of a plan under which private steps are not tested."""
-    problems = []
+    problems: list[Problem] = []
     for name, field in PLAN_FIELDS.items():
         value = getattr(plan, name)
         tested, reason = _TESTED.get(name, ((field.default,), "it is not tested"))
