@@ -356,9 +356,34 @@ class Functional(Net):
         return torch.func.functional_call(self.up, dict(self.up.named_parameters()), (x,))
 
 
+@functools.lru_cache
+def lower_triangle(size: int) -> torch.Tensor:
+    return torch.tril(torch.ones(size, size, dtype=torch.float64))
+
+
+class CachedMatrix(Net):
+    def use(self, x):
+        return self.up(x @ lower_triangle(x.shape[1]))
+
+
+TABLES: dict[int, torch.Tensor] = {}
+
+
+class CachedInDict(Net):
+    @staticmethod
+    @functools.cache
+    def scale(size: int) -> torch.Tensor:
+        return torch.arange(1, size + 1, dtype=torch.float64).diag() / size
+
+    def use(self, x):
+        if x.shape[1] not in TABLES:
+            TABLES[x.shape[1]] = torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=torch.float64))
+        return self.up(x @ TABLES[x.shape[1]] @ self.scale(x.shape[1]))
+
+
 ORDINARY = [
     Net, UnusedReference, Tied, Refreshed, Teacher, Frozen, Parametrized, OldWeightNorm, OldSpectralNorm, Recurrent,
-    Functional, Columns, Scripted,
+    Functional, Columns, Scripted, CachedMatrix, CachedInDict,
 ]  # fmt: skip
 
 
@@ -373,6 +398,7 @@ def loss_fn(output, batch):
 
 def trained(plan: str, kind: type[Net]) -> dict[str, torch.Tensor]:
     mesh = build_mesh(Plan.parse(f"{plan} precision=fp64"))
+    lower_triangle.cache_clear(), CachedInDict.scale.cache_clear(), TABLES.clear()
     model = parallelize(kind(), mesh)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn, mesh)
     for number in range(3):

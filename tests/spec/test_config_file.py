@@ -158,9 +158,9 @@ UNKNOWN = {
     '[[data.train]]\npath = "x"\nschema_ = "text"': (
         "unknown key 'data.train.0.schema_'. Did you mean 'data.train.0.schema'?"
     ),
-    '"two words" = 1': "unknown key '\"two words\"'. A config has plan, balance, layout, seed, run, task, model, adapter, "
-    "grpo, tokenizer, data, optimizer, tables, privacy, schedule, train, eval, checkpoint, resume, memory, kernels, "
-    "sample, log, launch, monitor, energy, alerts, alert, channel, sink.",
+    '"two words" = 1': "unknown key '\"two words\"'. A config has plan, balance, layout, seed, run, task, model, "
+    "adapter, grpo, tokenizer, data, optimizer, tables, privacy, schedule, train, eval, checkpoint, resume, memory, "
+    "kernels, sample, log, launch, monitor, energy, alerts, alert, channel, sink.",
 }
 
 

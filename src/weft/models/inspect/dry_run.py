@@ -21,6 +21,7 @@ from weft.lazy import named_object
 from weft.models.inspect import hugging_face
 from weft.models.inspect.blocks import Site, has_params, is_never_called, join_path
 from weft.models.inspect.counted_sizes import watched_loops
+from weft.models.inspect.function_caches import cleared_caches
 from weft.models.inspect.layers import is_linear, weight_of
 from weft.models.inspect.private_torch import children
 from weft.models.keras_model import keras_device, keras_example
@@ -130,7 +131,8 @@ def _unchanged(model: nn.Module) -> Generator[None]:
     """Restore all attributes of the modules on exit, including caches of the forward and the training mode."""
     before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
-        yield
+        with cleared_caches(model):
+            yield
     finally:
         for module, attributes, contents in before:
             module.__dict__.clear()
