@@ -398,7 +398,9 @@ def loss_fn(output, batch):
 
 def trained(plan: str, kind: type[Net]) -> dict[str, torch.Tensor]:
     mesh = build_mesh(Plan.parse(f"{plan} precision=fp64"))
-    lower_triangle.cache_clear(), CachedInDict.scale.cache_clear(), TABLES.clear()
+    lower_triangle.cache_clear()
+    CachedInDict.scale.cache_clear()
+    TABLES.clear()
     model = parallelize(kind(), mesh)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn, mesh)
     for number in range(3):

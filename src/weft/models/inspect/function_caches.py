@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from weft.private_torch import tree_leaves
 #: Packages whose caches hold no tensors of a model's forward.
 _LIBRARIES = frozenset({"torch", "weft", "builtins", "typing", "keras"})
 _MOST_KEYS = 10_000
+_CACHED: Any = type(functools.cache(len))
 
 
 @contextlib.contextmanager
@@ -24,11 +26,12 @@ def cleared_caches(model: nn.Module) -> Generator[None]:
     They would be used again in training, where torch computes wrong products of them. The functions are found in the
     source files of the model's classes, and in these classes.
     """
-    functions, dicts = [], []
+    functions: list[tuple[Any, int]] = []
+    dicts: list[tuple[dict[Any, Any], set[Any]]] = []
     for value in _values(model):
-        if callable(getattr(value, "cache_clear", None)) and callable(getattr(value, "cache_info", None)):
+        if isinstance(value, _CACHED):
             functions.append((value, value.cache_info().misses))
-        elif type(value) is dict and len(value) < _MOST_KEYS:
+        elif type(value) is dict and len(value := cast("dict[Any, Any]", value)) < _MOST_KEYS:
             dicts.append((value, set(value)))
     try:
         yield
@@ -49,7 +52,7 @@ def _values(model: nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for holder in (*files, *kinds):
         for value in list(vars(holder).values()):
-            inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            inner: Any = cast("Any", value).__func__ if isinstance(value, staticmethod | classmethod) else value
             if id(inner) not in seen:
                 seen.add(id(inner))
                 yield inner
