@@ -195,9 +195,10 @@ def read_federated(path: Path, on: str | None = None) -> FederatedConfig:
     given = {*top, *(f"{name}.{key}" for name in _SECTIONS for key in _dict_of(path, name))}
     if problems := [*_contradictions(loaded, given), *_privacy_problems(loaded)]:
         raise ConfigError([Problem(rule.partition("=")[0], rule, str(path)) for rule in problems])
-    words = [*map(str, settings), f"train.steps={loaded.rounds}"]
-    config = load_config(path.parent / base_path if base_path else None, words).config
+    base, words = path.parent / base_path if base_path else None, list(map(str, settings))
+    config = load_config(base, words).config
     _check_base(config.plan, config.privacy.is_on, config.train.epochs)
+    config = load_config(base, [*words, f"train.steps={loaded.rounds}"]).config
     kept = {key: getattr(loaded, key) for key in (one.name for one in fields(loaded))}
     return FederatedConfig(**{**kept, "base": format_config(config)})
 
