@@ -34,16 +34,18 @@ from weft.federated.trainer import (
     ClientTrainer,
     client_samples,
     read_clients,
+    refuse_streams,
     update_file,
     write_clients,
 )
-from weft.federated.updates import read_update
+from weft.federated.updates import ClientUpdate, read_update
 from weft.files import KILLED_S, replace_text, try_lock
 from weft.pools.pool import Pool
 from weft.pools.task_folder import full_disk_named
 from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import PrivacyLedger
 from weft.train.folder import RunFolder
+from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
 
 #: Function that trains a client. Tests use another one.
@@ -70,8 +72,10 @@ class FederatedResult:
 
 
 @contextmanager
-def federated_folder(config: FederatedConfig, folder: Path) -> Iterator[None]:
+def federated_folder(config: FederatedConfig, folder: Path, *, has_records: bool = True) -> Iterator[None]:
     """Hold the lock of a run's folder, and prepare its data and clients.
+
+    has_records: divide the training records among clients. False on a server whose clients have them.
 
     Raises:
         ConfigError: if another command works in it, or it belongs to another run.
@@ -85,27 +89,35 @@ def federated_folder(config: FederatedConfig, folder: Path) -> Iterator[None]:
                 raise ConfigError(
                     f"{folder}: another command is working in it. Wait until it ends, or give another --out."
                 )
-            _claim(folder, config)
+            _claim(folder, config, has_records)
             yield
         finally:
             os.close(lock)
 
 
-def _claim(folder: Path, config: FederatedConfig) -> None:
+def _claim(folder: Path, config: FederatedConfig, has_records: bool) -> None:
     about = folder / RUN
     if about.exists():
         _refuse_other(about, config)
     elif others := [one.name for one in folder.iterdir() if one.name[0] != "." and one.name not in _EARLY]:
         raise ConfigError(f"{folder}: it has other files, such as {others[0]}. Give a new folder.")
     else:
-        base = parse_config(config.base, "config").config
-        task = find_task(base)
-        task.prepare(RunFolder(folder, resolved=base), None)
-        for name, text in task.keep(RunFolder(folder, resolved=base), []).items():
-            replace_text(folder / name, text)
-        write_clients(folder / CLIENTS, split_records(config, client_samples(task)))
+        task = prepared_task(config, folder)
+        if has_records:
+            refuse_streams(task)
+            write_clients(folder / CLIENTS, split_records(config, client_samples(task)))
         replace_text(folder / "base.toml", config.base)
     replace_text(about, json.dumps(config.to_json(), indent=1) + "\n")
+
+
+def prepared_task(config: FederatedConfig, folder: Path) -> Task:
+    """Prepare the data of a run's task, write the task's files into a folder, and return the task."""
+    base = parse_config(config.base, "config").config
+    task, run = find_task(base), RunFolder(folder, resolved=base)
+    task.prepare(run, None)
+    for name, text in task.keep(run, []).items():
+        replace_text(folder / name, text)
+    return task
 
 
 #: Files that a command may have written before it was killed and claimed the folder.
@@ -150,9 +162,43 @@ def run_federated(
         PoolError: if the workers cannot be reached.
     """
     folder = folder.resolve()
-    trainer, records = ClientTrainer(config, folder), read_clients(folder / CLIENTS)
-    sizes = [len(one) for one in records]
-    ledger, key = _account(config, folder, trainer, len(records))
+    sizes = [len(one) for one in read_clients(folder / CLIENTS)]
+
+    def collect(trainer: ClientTrainer, state: ServerState, key: bytes | None) -> Collected:
+        chosen = participants(config, sizes, trainer.batch, state.round, key)
+        _train(folder, state.round, chosen, pool, train or TRAIN)
+        files = [update_file(folder, state.round, client) for client in chosen.steps]
+        return Collected(chosen, [lambda file=file: read_update(file) for file in files])
+
+    return run_rounds(config, folder, len(sizes), collect, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Clients of a round, and functions that read their updates."""
+
+    chosen: Participants
+    updates: list[Callable[[], ClientUpdate]]
+
+
+def run_rounds(
+    config: FederatedConfig,
+    folder: Path,
+    clients: int,
+    collect: Callable[[ClientTrainer, ServerState, bytes | None], Collected],
+    note: Note,
+) -> FederatedResult:
+    """Run the server's part of the rounds that a folder lacks.
+
+    Args:
+        config, folder: the run and its locked folder.
+        clients: number of clients.
+        collect: returns the updates of a round. Its arguments are the trainer of this process, the state, and the
+            secret key of a private run.
+        note: prints a line.
+    """
+    trainer = ClientTrainer(config, folder)
+    ledger, key = _account(config, folder, trainer, clients)
     if not (folder / STATE).exists():
         ServerState(0, trainer.weights()).save(folder / STATE)
     state = ServerState.load(folder / STATE)
@@ -165,12 +211,9 @@ def run_federated(
             result.is_spent = True
             note(f"privacy.epsilon={config.privacy.epsilon:g}: it is spent after {state.round} rounds")
             break
-        round_ = state.round
-        chosen = participants(config, sizes, trainer.batch, round_, key)
-        _train(folder, round_, chosen, pool, train or TRAIN)
-        files = [update_file(folder, round_, client) for client in chosen.steps]
-        done = server.step(list(chosen.steps), [lambda file=file: read_update(file) for file in files])
-        record = _record(config, trainer, state, chosen, done)
+        round_, found = state.round, collect(trainer, state, key)
+        done = server.step(list(found.chosen.steps), found.updates)
+        record = _record(config, trainer, state, found.chosen, done)
         with (folder / ROUNDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         state.save(folder / STATE)

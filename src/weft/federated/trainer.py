@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,18 @@ class ClientTrainer:
         folder: its folder, with the task's prepared data.
 
     Attributes:
-        samples: the training records of all clients.
         batch: records of a local step.
+
+    Raises:
+        ConfigError: if the task's batches are not made of single records.
     """
 
     def __init__(self, config: FederatedConfig, folder: Path):
         self.config, self._base = config, parse_config(config.base, "config").config
         self.task = find_task(self._base)
         self.task.open(RunFolder(folder, resolved=self._base))
-        self.samples, self.batch = client_samples(self.task), self._base.train.global_batch
+        refuse_streams(self.task)
+        self.batch = self._base.train.global_batch
         plan, device = Plan.parse(self._base.plan, 1), pick_device(self._base.launch.device, 0)
         self.mesh = build_mesh(plan, device)
         self.model = _built(self.task, self._base, self.mesh)
@@ -87,6 +91,11 @@ class ClientTrainer:
         self._own_buffers = [
             (one, one.clone()) for name, one in self.model.named_buffers() if saved_name(name) not in averaged
         ]
+
+    @cached_property
+    def samples(self) -> MapDataset:
+        """The training records of all clients."""
+        return client_samples(self.task)
 
     def weights(self) -> Tensors:
         """Return copies of the trained weights and floating-point buffers by name, on the CPU."""
@@ -191,13 +200,8 @@ class ClientTrainer:
         ]  # fmt: skip
 
 
-def client_samples(task: Task) -> MapDataset:
-    """Return a task's training records.
-
-    Raises:
-        ConfigError: if its batches are not made of single records.
-        DataError: if there are no records.
-    """
+def refuse_streams(task: Task) -> None:
+    """Raise ConfigError if a task's batches are not made of single records."""
     for name in ("batches", "before_step", "second_model"):
         if getattr(type(task), name) is not getattr(Task, name):
             raise ConfigError(
@@ -205,6 +209,10 @@ def client_samples(task: Task) -> MapDataset:
                 "cannot be divided among clients. Use a task with one sample for each record, such as classify_text, "
                 "or a Task of your own."
             )
+
+
+def client_samples(task: Task) -> MapDataset:
+    """Return a task's training records. Raises DataError if there are none."""
     samples = task.samples("train")
     if samples is None or not len(samples):
         raise DataError("task: it has no training samples. Let samples('train') return some.")
