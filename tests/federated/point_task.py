@@ -37,9 +37,7 @@ class Points(Task):
         x = torch.randn(RECORDS, 8, generator=random, dtype=torch.float64)
         labels = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
         groups = [("" if n == self.gap else f"user {n % 4}") for n in range(RECORDS)]
-        return [
-            {"x": one, "labels": label, "user": group} for one, label, group in zip(x, labels, groups, strict=True)
-        ]
+        return [{"x": one, "labels": label, "user": group} for one, label, group in zip(x, labels, groups, strict=True)]
 
     def collate(self, samples):
         return {"x": torch.stack([one["x"] for one in samples]), "labels": torch.stack([s["labels"] for s in samples])}

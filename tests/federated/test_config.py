@@ -35,7 +35,10 @@ def samples(**options):
         (GOOD + "[server]\nmethod = 'fedadam'\nmomentum = 0.9\n", "server.momentum: fedadam has beta1 instead. Leave"),
         (GOOD + "[server]\ntrim = 0.5\nmethod = 'trimmed_mean'\n", "server.trim=0.5: it is at least 0 and below 0.5."),
         (GOOD + "[faults]\ndrop = 1.0\n", "faults.drop=1.0: it is at least 0 and below 1. Use 0."),
-        (GOOD + "[privacy]\ndelta = 0.1\n", "privacy.epsilon: [privacy] has neither epsilon nor noise. Set epsilon = 8."),
+        (
+            GOOD + "[privacy]\ndelta = 0.1\n",
+            "privacy.epsilon: [privacy] has neither epsilon nor noise. Set epsilon = 8.",
+        ),
         (GOOD + "server = 3\n", "server=3: it is a table. Write [server]."),
     ],
 )

@@ -170,7 +170,9 @@ BAD = {
     "client=1: b is (5,) torch.float64, and the model's is (4,) torch.float64.": {
         "delta": changed("b", torch.zeros(5, dtype=torch.float64))
     },
-    "client=1: b is (4,) torch.float32, and the model's is (4,) torch.float64.": {"delta": changed("b", torch.zeros(4))},
+    "client=1: b is (4,) torch.float32, and the model's is (4,) torch.float64.": {
+        "delta": changed("b", torch.zeros(4))
+    },
     "client=1: its update has other tensors than the model, such as w.": {"delta": changed("w", None)},
     "client=1: its update is of round 4, and this is round 0.": {"round": 4},
     "client=9: it is no client of round 0.": {"client": 9},

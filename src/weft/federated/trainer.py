@@ -20,9 +20,9 @@ from weft.comm.gpu_settings import pick_device
 from weft.comm.mesh import build_mesh
 from weft.config.files import parse_config
 from weft.config.layout import Layout
+from weft.config.partitioning import microbatch_samples
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
-from weft.config.partitioning import microbatch_samples
 from weft.data.order.stream import permutation
 from weft.errors import ConfigError, DataError
 from weft.federated.config import FederatedConfig
@@ -84,7 +84,9 @@ class ClientTrainer:
             check_batch=self._base.train.check_batch,
         )  # fmt: skip
         self._step.wait_for_weights()
-        self._groups = [copy.deepcopy({k: v for k, v in one.items() if k != "params"}) for one in optimizer.param_groups]
+        self._groups = [
+            copy.deepcopy({k: v for k, v in one.items() if k != "params"}) for one in optimizer.param_groups
+        ]
         averaged = {one.name for one in self._slices()}
         saved_name = self._engine.axes.saved_name
         #: Initial values of the buffers that clients do not send, such as integer counters.
@@ -300,5 +302,3 @@ def train_client(item: Mapping[str, Any]) -> dict[str, Any]:
 def update_file(folder: Path, round_: int, client: int) -> Path:
     """Return the file of a client's update."""
     return folder / "rounds" / f"{round_:06d}" / f"client_{client}.safetensors"
-
-
