@@ -1,4 +1,4 @@
-"""Federated training of Weft and of Flower's simulation on digits, interleaved; and its accuracy next to central training.
+"""Federated training of Weft and of Flower's simulation on digits, interleaved; and accuracy next to central training.
 
     python benchmarks/federated.py time                  # 100 clients, 10 rounds, 2 workers (needs flwr[simulation])
     python benchmarks/federated.py time --flower-app     # also Weft's client under Flower's simulation

@@ -35,10 +35,7 @@ def samples(**options):
         (GOOD + "[server]\nmethod = 'fedadam'\nmomentum = 0.9\n", "server.momentum: fedadam has beta1 instead. Leave"),
         (GOOD + "[server]\ntrim = 0.5\nmethod = 'trimmed_mean'\n", "server.trim=0.5: it is at least 0 and below 0.5."),
         (GOOD + "[faults]\ndrop = 1.0\n", "faults.drop=1.0: it is at least 0 and below 1. Use 0."),
-        (
-            GOOD + "[privacy]\ndelta = 0.1\n",
-            "privacy.epsilon: [privacy] has neither epsilon nor noise. Set epsilon = 8.",
-        ),
+        (GOOD + "[privacy]\ndelta = 0.1\n", "privacy.epsilon: [privacy] has neither epsilon nor noise. Set epsilon"),
         (GOOD + "server = 3\n", "server=3: it is a table. Write [server]."),
     ],
 )
@@ -109,7 +106,7 @@ def test_faults_follow_their_rates_and_are_functions_of_round_and_client():
     assert min(first.steps.values()) >= 1
     out = participants(replace(config, faults=replace(faults, late="out")), [5] * 1000, 8, 0, None)
     assert set(out.steps.values()) == {9}
-    assert set(out.steps) == {client for client in first.steps} - (set(first.steps) - set(out.steps))
+    assert set(out.steps) < set(first.steps)
     assert len(out.steps) == len(first.steps) - first.late
 
 

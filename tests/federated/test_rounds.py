@@ -127,7 +127,7 @@ def test_more_rounds_continue_a_finished_run(tmp_path):
 def test_other_settings_are_refused(tmp_path):
     train(write_config(tmp_path, ALL_AT_ONCE), tmp_path / "out")
     other = write_config(tmp_path, ALL_AT_ONCE.replace("local_steps = 1", "local_steps = 2"))
-    with pytest.raises(ConfigError, match="its run began with another value of local_steps. Restore it to continue"):
+    with pytest.raises(ConfigError, match=r"its run began with another value of local_steps. Restore it to continue"):
         train(other, tmp_path / "out")
     other = write_config(tmp_path, ALL_AT_ONCE, settings=["optimizer.lr=0.3"])
     with pytest.raises(ConfigError, match="its run began with another value of the clients' config"):
