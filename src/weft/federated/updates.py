@@ -102,7 +102,7 @@ def _read(path: Path, prefix: str | None) -> tuple[Tensors, dict[str, Any]]:
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         why = getattr(error, "strerror", None) or type(error).__name__
         raise CheckpointError(
-            f"{path}: it cannot be read ({why}). Remove the run's folder, and start again."
+            f"{path}: it cannot be read ({why}). Start again in a new folder."
         ) from error
 
 
