@@ -31,6 +31,9 @@ from weft.federated.simulation import federated_folder, run_federated
 from weft.pools.pool import Pool
 from weft.train.tasks.base import Metric, Task
 
+# Flower and scikit-learn are not in the development environment.
+# pyright: reportMissingImports=false
+
 BASE = f"""
 plan = "dp_replicate=1"
 task = "{Path(__file__).resolve()}:Digits"

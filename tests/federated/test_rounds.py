@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -206,3 +209,19 @@ def test_command(tmp_path, capsys, monkeypatch):
     file.write_text(file.read_text() + "local_stps = 3\n")
     assert run(["federate", str(file)]) == 2
     assert "local_stps: there is no such key. Did you mean 'local_steps'?" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_killed_command_continues_with_the_same_bits(tmp_path):
+    file = write_config(tmp_path, FAULTY.replace("rounds = 3", "rounds = 6"))
+    train(file, tmp_path / "whole")
+    words = [sys.executable, "-m", "weft", "federate", str(file), "--on", "local:2", "--out", str(tmp_path / "parts")]
+    first = subprocess.Popen(words)
+    state = tmp_path / "parts/state.safetensors"
+    while first.poll() is None and not (state.exists() and ServerState.load(state).round >= 2):
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    assert ServerState.load(state).round < 6
+    assert subprocess.run(words).returncode == 0
+    assert same(tmp_path / "whole", tmp_path / "parts")

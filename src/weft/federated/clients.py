@@ -1,4 +1,4 @@
-"""Clients of a federated run: their records, and who trains in a round. Pure functions of the seed.
+"""Clients of a federated run: their records, and the clients of a round. Pure functions of the seed.
 
 Whether a client is sampled, drops out or is late depends on (seed, round, client) alone, so a run that continues, and a
 run with another number of workers, trains the same clients.
@@ -6,7 +6,7 @@ run with another number of workers, trains the same clients.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ def _labels(samples: MapDataset) -> np.ndarray:
 
 
 def _by_column(samples: MapDataset, column: str) -> list[np.ndarray]:
-    values: dict[Hashable, list[int]] = {}
+    values: dict[str, list[int]] = {}
     for index in range(len(samples)):
         values.setdefault(str(_column(samples[index], column, index)), []).append(index)
     return [np.array(values[name], dtype=np.int64) for name in sorted(values)]

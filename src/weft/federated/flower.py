@@ -1,6 +1,6 @@
 """A ClientApp and a ServerApp of Flower for a federated run: connections, TLS and scheduling of clients are Flower's.
 
-The server's step, the checks of updates, the account of privacy and the run's folder are those of `weft federate`. A
+The server combines and checks updates, and accounts for privacy, as `weft federate` does. A
 message has the server's weights and its round; a reply has the client's update, its number of records and its loss.
 """
 
@@ -23,6 +23,9 @@ from weft.federated.server import ServerState
 from weft.federated.simulation import Collected, federated_folder, prepared_task, run_rounds
 from weft.federated.trainer import ClientTrainer
 from weft.federated.updates import ClientUpdate, Tensors
+
+# Flower requires older versions of packages than the development environment, so no type checker finds it there.
+# pyright: reportMissingImports=false
 
 #: Seconds between two checks whether enough clients are connected.
 _CHECK_S = 0.5

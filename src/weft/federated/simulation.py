@@ -206,6 +206,9 @@ def run_rounds(
         ledger.restore(state.account)
     server = Server(config, state, trainer.float_buffers, ledger, key or b"")
     result = FederatedResult(folder, state, _rounds_before(folder, state.round))
+    for old in (folder / "rounds").glob("[0-9]*"):  # of a command that was killed after its round
+        if int(old.name) < state.round:
+            shutil.rmtree(old, ignore_errors=True)
     while state.round < config.rounds:
         if ledger is not None and ledger.is_spent:
             result.is_spent = True
@@ -287,7 +290,7 @@ def _line(config: FederatedConfig, record: dict[str, Any]) -> str:
 
 
 def _rounds_before(folder: Path, round_: int) -> list[dict[str, Any]]:
-    """Return the records of finished rounds, and remove that of a round which a killed run did not finish."""
+    """Return the records of finished rounds, and remove the line of a round that a killed run did not finish."""
     path = folder / ROUNDS
     if not path.exists():
         return []

@@ -214,7 +214,7 @@ def refuse_streams(task: Task) -> None:
 
 
 def client_samples(task: Task) -> MapDataset:
-    """Return a task's training records. Raises DataError if there are none."""
+    """Return a task's training records. Raises DataError if it is empty."""
     samples = task.samples("train")
     if samples is None or not len(samples):
         raise DataError("task: it has no training samples. Let samples('train') return some.")

@@ -101,9 +101,7 @@ def _read(path: Path, prefix: str | None) -> tuple[Tensors, dict[str, Any]]:
             return {name[len(prefix or "") :]: file.get_tensor(name) for name in names}, about
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         why = getattr(error, "strerror", None) or type(error).__name__
-        raise CheckpointError(
-            f"{path}: it cannot be read ({why}). Start again in a new folder."
-        ) from error
+        raise CheckpointError(f"{path}: it cannot be read ({why}). Start again in a new folder.") from error
 
 
 def write_update(path: Path, update: ClientUpdate) -> None:
