@@ -28,6 +28,8 @@ def test_missing_flower_names_the_command(tmp_path):
 def test_faults_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"faults.drop: clients of Flower have faults of their own"):
         flower_app(write_config(tmp_path, RUN + "[faults]\ndrop = 0.1\n"))
+    with pytest.raises(ConfigError, match=r"clients=0: Flower's server waits for a number of clients"):
+        flower_app(write_config(tmp_path, "split = 'column'\ncolumn = 'user'\nlocal_steps = 1\n"))
 
 
 class Grid:

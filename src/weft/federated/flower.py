@@ -47,10 +47,11 @@ def flower_app(
 
     Raises:
         MissingExtra: if flwr is not installed.
-        ConfigError: if the file is invalid, or has faults, which only `weft federate` simulates.
+        ConfigError: if the file is invalid, has faults, which only `weft federate` simulates, or has no number of
+            clients.
     """
     try:
-        from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+        from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
         from flwr.clientapp import ClientApp
         from flwr.serverapp import ServerApp
     except ImportError as error:
@@ -59,6 +60,10 @@ def flower_app(
     settings = config if isinstance(config, FederatedConfig) else read_federated(Path(config))
     if settings.faults.drop or settings.faults.straggle:
         raise ConfigError("faults.drop: clients of Flower have faults of their own. Leave [faults] out.")
+    if not settings.clients:
+        raise ConfigError(
+            "clients=0: Flower's server waits for a number of clients. Use another split, and clients = 20."
+        )
     folder = Path(out or Path("federated") / (Path(config).stem if isinstance(config, str | Path) else "flower"))
     client_app, server_app = ClientApp(), ServerApp()
 
@@ -74,36 +79,41 @@ def flower_app(
     @server_app.main()
     def main(grid: Any, context: Any) -> None:
         del context
-        num_clients = settings.clients
 
         def collect(trainer: ClientTrainer, state: ServerState, key: bytes | None) -> Collected:
-            nodes = _connected(grid, num_clients)
-            chosen = participants(settings, [trainer.batch] * len(nodes), trainer.batch, state.round, key)
-            arrays = ArrayRecord({name: _array(one) for name, one in state.weights.items()})
-            content = RecordDict({"arrays": arrays, "config": ConfigRecord({"round": state.round})})
-            messages = [
-                Message(content=content, message_type="train", dst_node_id=nodes[client]) for client in chosen.steps
-            ]
-            client_of = {node: client for client, node in enumerate(nodes)}
-            updates: dict[int, ClientUpdate] = {}
-            for reply in grid.send_and_receive(messages, timeout=timeout_s):
-                client = client_of.get(reply.metadata.src_node_id, -1)
-                if reply.has_error():
-                    _LOG.warning("client %d failed: %s", client, reply.error.reason)
-                else:
-                    updates[client] = _read(reply.content, client)
-            lost = len(chosen.steps) - len(updates)
-            found = Participants(chosen.steps, dropped=lost, late=0)
-            return Collected(found, [lambda one=one: one for one in updates.values()])
+            return _collect(grid, settings, state, trainer.batch, key, timeout_s)
 
         with federated_folder(settings, folder, has_records=False):
-            run_rounds(settings, folder.resolve(), num_clients, collect, _LOG.info)
+            run_rounds(settings, folder.resolve(), settings.clients, collect, _LOG.info)
 
     return client_app, server_app
 
 
+def _collect(
+    grid: Any, config: FederatedConfig, state: ServerState, batch: int, key: bytes | None, timeout_s: float
+) -> Collected:
+    """Send the weights to the clients of a round, and return their updates. Clients without one count as dropped."""
+    from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+
+    nodes = _connected(grid, config.clients)
+    chosen = participants(config, [batch] * len(nodes), batch, state.round, key)
+    arrays = ArrayRecord({name: _array(one) for name, one in state.weights.items()})
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord({"round": state.round})})
+    messages = [Message(content=content, message_type="train", dst_node_id=nodes[client]) for client in chosen.steps]
+    client_of = {node: client for client, node in enumerate(nodes)}
+    updates: list[ClientUpdate] = []
+    for reply in grid.send_and_receive(messages, timeout=timeout_s):
+        client = client_of.get(reply.metadata.src_node_id, -1)
+        if reply.has_error():
+            _LOG.warning("client %d failed: %s", client, reply.error.reason)
+        else:
+            updates.append(_read(reply.content, client))
+    lost = len(set(chosen.steps) - {one.client for one in updates})
+    return Collected(Participants(chosen.steps, dropped=lost, late=0), [lambda one=one: one for one in updates])
+
+
 def _connected(grid: Any, number: int) -> list[int]:
-    """Wait for `number` clients, and return the ids of all that are connected, ascending."""
+    """Wait for `number` clients, and return the ids of the first ones, ascending."""
     while len(nodes := sorted(grid.get_node_ids())) < number:
         time.sleep(_CHECK_S)
     return nodes[:number]
