@@ -11,6 +11,8 @@ Times are of wall and contain the start of the workers; times of rounds are from
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
 import logging
 import statistics
@@ -120,6 +122,14 @@ def simulated(server: Any, client: Any, clients: int, workers: int) -> None:
     run_simulation(server_app=server, client_app=client, num_supernodes=clients, backend_config=resources)
 
 
+@functools.cache
+def part_of(config: FederatedConfig, client: int) -> torch.utils.data.TensorDataset:
+    """Return the records of a client, which stay in the memory of a worker."""
+    samples = Digits().samples("train")
+    own = [samples[index] for index in split_records(config, samples)[client]]
+    return torch.utils.data.TensorDataset(*(torch.stack(one) for one in zip(*own, strict=True)))
+
+
 def flower_run(config: FederatedConfig, clients: int, workers: int) -> tuple[float, float]:
     """Return the seconds of a run of Flower's FedAvg with a plain PyTorch client, and of a round."""
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -128,8 +138,8 @@ def flower_run(config: FederatedConfig, clients: int, workers: int) -> tuple[flo
     from flwr.serverapp.strategy import FedAvg
 
     client, server, clock = ClientApp(), ServerApp(), Clock()
-    parts = split_records(config, Digits().samples("train"))
-    x, y = (torch.stack(one) for one in zip(*Digits().samples("train"), strict=True))
+    # From the imported module, so that workers import the function and keep its cache.
+    part = importlib.import_module(Path(__file__).stem).part_of
 
     @client.train()
     def train(message: Any, context: Any) -> Any:
@@ -137,9 +147,8 @@ def flower_run(config: FederatedConfig, clients: int, workers: int) -> tuple[flo
         net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         net.load_state_dict(message.content["arrays"].to_torch_state_dict())
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        own = parts[int(context.node_config["partition-id"])]
-        data = torch.utils.data.TensorDataset(x[own], y[own])
-        for some, labels in torch.utils.data.DataLoader(data, batch_size=16, shuffle=True):
+        own = part(config, int(context.node_config["partition-id"]))
+        for some, labels in torch.utils.data.DataLoader(own, batch_size=16, shuffle=True):
             optimizer.zero_grad()
             F.cross_entropy(net(some), labels).backward()
             optimizer.step()
