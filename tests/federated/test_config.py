@@ -32,6 +32,7 @@ def samples(**options):
         (GOOD + "sampled = 5\n", "sampled=5: there are 4 clients. Use at most that number."),
         (GOOD + "split = 'column'\ncolumn = 'user'\n", "clients=4: each value of the column is a client. Leave"),
         (GOOD + "[server]\nmu = 0.1\n", "server.mu: only method = 'fedprox' reads it. Leave it out."),
+        (GOOD + "[server]\nmethod = 'fedadam'\n", "server.lr: fedadam's steps do not follow the size of updates"),
         (GOOD + "[server]\nmethod = 'fedadam'\nmomentum = 0.9\n", "server.momentum: fedadam has beta1 instead. Leave"),
         (GOOD + "[server]\ntrim = 0.5\nmethod = 'trimmed_mean'\n", "server.trim=0.5: it is at least 0 and below 0.5."),
         (GOOD + "[faults]\ndrop = 1.0\n", "faults.drop=1.0: it is at least 0 and below 1. Use 0."),

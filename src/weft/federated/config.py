@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ def read_federated(path: Path, on: str | None = None) -> FederatedConfig:
         ConfigError: with every problem found.
     """
     tables, problems = _tables(path), list[Problem]()
-    values: dict[str, Any] = {}
+    values, given = dict[str, Any](), {*tables}
     base_path, settings = tables.pop("config", ""), tables.pop("settings", [])
     if not isinstance(base_path, str) or not isinstance(settings, list):
         problems.append(Problem("config", "config: it is a file name, and settings is a list. Use settings = []."))
@@ -187,20 +187,19 @@ def read_federated(path: Path, on: str | None = None) -> FederatedConfig:
         if not isinstance(table, dict):
             problems.append(Problem(name, f"{name}={shown(table)}: it is a table. Write [{name}]."))
             table = {}
+        given |= {f"{name}.{key}" for key in table}
         values[name] = kind(**_checked(table, kind, f"{name}.", problems))
     top = _checked(tables, FederatedConfig, "", problems, hidden=("base", *_SECTIONS))
     if problems:
         raise ConfigError([Problem(one.field, one.message, str(path)) for one in problems])
     loaded = FederatedConfig(base="", **{**top, **values, **({"on": on} if on else {})})
-    given = {*top, *(f"{name}.{key}" for name in _SECTIONS for key in _dict_of(path, name))}
     if problems := [*_contradictions(loaded, given), *_privacy_problems(loaded)]:
         raise ConfigError([Problem(rule.partition("=")[0], rule, str(path)) for rule in problems])
     base, words = path.parent / base_path if base_path else None, list(map(str, settings))
     config = load_config(base, words).config
     _check_base(config.plan, config.privacy.is_on, config.train.epochs)
     config = load_config(base, [*words, f"train.steps={loaded.rounds}"]).config
-    kept = {key: getattr(loaded, key) for key in (one.name for one in fields(loaded))}
-    return FederatedConfig(**{**kept, "base": format_config(config)})
+    return replace(loaded, base=format_config(config))
 
 
 def _check_base(text: str, is_private: bool, epochs: float | None) -> None:
@@ -244,6 +243,8 @@ def _contradictions(config: FederatedConfig, given: set[str]) -> list[str]:
     for key, method in _OF_METHOD.items():
         if f"server.{key}" in given and config.server.method != method:
             found.append(f"server.{key}: only method = {method!r} reads it. Leave it out.")
+    if config.server.method == "fedadam" and "server.lr" not in given:
+        found.append("server.lr: fedadam's steps do not follow the size of updates, so it is required. Use lr = 0.01.")
     if config.server.method == "fedadam" and config.server.momentum:
         found.append("server.momentum: fedadam has beta1 instead. Leave momentum out.")
     return found
@@ -324,10 +325,6 @@ def _tables(path: Path) -> dict[str, Any]:
         raise ConfigError(f"federate {shown(str(path))}: it cannot be read ({error.strerror}).{remedy}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: it is not TOML ({error}). Correct that line.") from None
-
-
-def _dict_of(path: Path, name: str) -> dict[str, Any]:
-    return _tables(path).get(name, {})
 
 
 def _near(value: Any, choices: Sequence[str]) -> str:

@@ -48,7 +48,7 @@ from weft.train.folder import RunFolder
 from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
 
-#: Function that trains a client. Tests use another one.
+#: Function that trains a client, in a worker.
 TRAIN = "weft.federated.trainer:train_client"
 ROUNDS = "rounds.jsonl"
 Note = Callable[[str], None]
@@ -147,15 +147,12 @@ def _without_rounds(text: str) -> dict[str, Any]:
     return config
 
 
-def run_federated(
-    config: FederatedConfig, folder: Path, pool: Pool, note: Note, train: str | None = None
-) -> FederatedResult:
+def run_federated(config: FederatedConfig, folder: Path, pool: Pool, note: Note) -> FederatedResult:
     """Run the rounds that a folder lacks. Call it inside `federated_folder`.
 
     Args:
         config, folder, pool: the run, its locked folder, and its workers.
         note: prints a line.
-        train: name of the function that trains a client, by default TRAIN.
 
     Raises:
         ConfigError: if a client's training fails with an error.
@@ -166,7 +163,7 @@ def run_federated(
 
     def collect(trainer: ClientTrainer, state: ServerState, key: bytes | None) -> Collected:
         chosen = participants(config, sizes, trainer.batch, state.round, key)
-        _train(folder, state.round, chosen, pool, train or TRAIN)
+        _train(folder, state.round, chosen, pool)
         files = [update_file(folder, state.round, client) for client in chosen.steps]
         return Collected(chosen, [lambda file=file: read_update(file) for file in files])
 
@@ -246,7 +243,7 @@ def _account(
     return PrivacyLedger(privacy), read_key(name)
 
 
-def _train(folder: Path, round_: int, chosen: Participants, pool: Pool, train: str) -> None:
+def _train(folder: Path, round_: int, chosen: Participants, pool: Pool) -> None:
     """Train the clients of a round that have no update yet."""
     if not chosen.steps:
         return
@@ -257,7 +254,7 @@ def _train(folder: Path, round_: int, chosen: Participants, pool: Pool, train: s
         for client, steps in chosen.steps.items()
     ]
     try:
-        pool.map(train, items, own / "tasks")
+        pool.map(TRAIN, items, own / "tasks")
     except TasksFailed as failed:
         index, why = next(iter(failed.errors.items()))
         raise ConfigError(

@@ -79,26 +79,17 @@ def write_tensors(path: Path, tensors: Tensors, about: Mapping[str, Any]) -> Non
     os.replace(draft, path)
 
 
-def read_about(path: Path) -> dict[str, Any]:
-    """Return the JSON values of a file of `write_tensors`. Raises CheckpointError if it is damaged."""
-    return _read(path, None)[1]
-
-
 def read_tensors(path: Path, prefix: str = "") -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors whose names start with a prefix, without it, and the JSON values of a file.
 
     Raises:
         CheckpointError: if the file is missing or damaged.
     """
-    return _read(path, prefix)
-
-
-def _read(path: Path, prefix: str | None) -> tuple[Tensors, dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["weft"])
-            names = [] if prefix is None else [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            return {name[len(prefix or "") :]: file.get_tensor(name) for name in names}, about
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  (no mapping)
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}, about
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         why = getattr(error, "strerror", None) or type(error).__name__
         raise CheckpointError(f"{path}: it cannot be read ({why}). Start again in a new folder.") from error
