@@ -45,6 +45,7 @@ CEILINGS: dict[str, float] = {
     "devices": 0.0,
     "energy": 0.0,
     "experiments": 0.0,
+    "federated": 0.0,
     "generation": 0.4,
     "hf": 0.0,
     "inference": 0.0,

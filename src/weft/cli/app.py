@@ -42,6 +42,7 @@ VERBS = {
     "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.inference.eval", "evaluate"),
     "map": Verb("Call a function with each line of a file, on many workers.", "weft.cli.inference.map", "map_items"),
     "sweep": Verb("Search for good settings of a run.", "weft.cli.sweep", "sweep"),
+    "federate": Verb("Simulate federated training on a pool.", "weft.cli.federated.verbs", "federate"),
     "privacy": Verb("Plan, report and audit private runs.", "weft.cli.privacy.verbs", "app"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),

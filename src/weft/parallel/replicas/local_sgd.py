@@ -177,11 +177,8 @@ class RareSync:
         return None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
 
     def _step(self, run: Bundle, delta: torch.Tensor, *, averages: bool) -> None:
-        if averages or run.momentum is None:
-            run.anchor.sub_(delta)
-            return
-        run.momentum.mul_(self.outer_momentum).add_(delta)
-        run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+        momentum = None if averages else run.momentum
+        outer_step(run.anchor, delta, momentum, lr=self.outer_lr, factor=self.outer_momentum)
 
     def master_slices(self) -> list[FlatSlice]:
         """Return this rank's flat slices of master weights and floating-point buffers. Local; no communication."""
@@ -319,6 +316,24 @@ class RareSync:
             raise CommError(
                 f"sync={self.plan.sync}: replicas built different models. Build the same model on every rank."
             )
+
+
+def outer_step(
+    anchor: torch.Tensor, delta: torch.Tensor, momentum: torch.Tensor | None, *, lr: float, factor: float
+) -> None:
+    """Update the anchor in place: by SGD with Nesterov momentum, or to anchor - delta if `momentum` is None.
+
+    Args:
+        anchor: weights after the last outer step.
+        delta: mean of (anchor - weights) over replicas, of the anchor's shape. Overwritten.
+        momentum: momentum of the anchor's shape, updated in place, or None.
+        lr, factor: learning rate and momentum factor.
+    """
+    if momentum is None:
+        anchor.sub_(delta)
+        return
+    momentum.mul_(factor).add_(delta)
+    anchor.sub_(delta.add_(momentum, alpha=factor), alpha=lr)
 
 
 def put_anchor(here: Sequence[FlatSlice], run: Bundle) -> None:

@@ -1,0 +1,1 @@
+"""The verb `weft federate`."""

@@ -1,0 +1,304 @@
+"""Local training of clients in one process: the model is built once, and each client starts from the server's weights.
+
+`train_client` is the function that a pool's workers call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from weft.comm.gpu_settings import pick_device
+from weft.comm.mesh import build_mesh
+from weft.config.fields.layout import Layout
+from weft.config.files import parse_config
+from weft.config.partitioning import microbatch_samples
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
+from weft.data.order.stream import permutation
+from weft.errors import ConfigError, DataError
+from weft.federated.config import FederatedConfig
+from weft.federated.updates import ClientUpdate, Tensors, read_tensors, write_update
+from weft.optim.build import build_optimizer, freeze
+from weft.optim.schedule import lr_factor
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.flat_slices import FlatSlice
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero.magnitudes import load_base
+from weft.train.batches.data_share import MapDataset, Share
+from weft.train.batches.microbatches import Microbatches
+from weft.train.engine import Evaluation, derive_seed
+from weft.train.folder import RunFolder
+from weft.train.losses import GlobalBatchLoss, GroupLoss, LossFn
+from weft.train.states.model_state import packed_source
+from weft.train.step.evaluation import evaluate_run
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.base import Task
+from weft.train.tasks.registry import find_task
+from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter
+
+#: Files of a federated run's folder.
+STATE, CLIENTS, RUN = "state.safetensors", "clients.npz", "federated.json"
+#: First part of the seeds of local steps.
+_STEPS = 4
+
+
+class ClientTrainer:
+    """A model that trains one client after another. Nothing of a client remains for the next one.
+
+    Args:
+        config: the federated run.
+        folder: its folder, with the task's prepared data.
+
+    Attributes:
+        batch: records of a local step.
+
+    Raises:
+        ConfigError: if the task's batches are not made of single records.
+    """
+
+    def __init__(self, config: FederatedConfig, folder: Path):
+        self.config, self._base = config, parse_config(config.base, "config").config
+        self.task = find_task(self._base)
+        self.task.open(RunFolder(folder, resolved=self._base))
+        refuse_streams(self.task)
+        self.batch = self._base.train.global_batch
+        plan, device = Plan.parse(self._base.plan, 1), pick_device(self._base.launch.device, 0)
+        self.mesh = build_mesh(plan, device)
+        self.model = _built(self.task, self._base, self.mesh)
+        self._engine = data_parallel(self.model)
+        named = [(name, param) for name, param in self.model.named_parameters()]
+        optimizer = build_optimizer(named, self._base.full_optimizer, self._base.seed)
+        self._anchors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._step = TrainStep(
+            self.model, optimizer, self._loss(), self.mesh, forward=self.task.forward, reads_late=False,
+            max_grad_norm=self._base.optimizer.max_grad_norm, nominal_tokens=self.task.nominal_count(),
+            check_batch=self._base.train.check_batch,
+        )  # fmt: skip
+        self._step.wait_for_weights()
+        self._groups = [
+            copy.deepcopy({k: v for k, v in one.items() if k != "params"}) for one in optimizer.param_groups
+        ]
+        averaged = {one.name for one in self._slices()}
+        saved_name = self._engine.axes.saved_name
+        #: Initial values of the buffers that clients do not send, such as integer counters.
+        self._own_buffers = [
+            (one, one.clone()) for name, one in self.model.named_buffers() if saved_name(name) not in averaged
+        ]
+
+    @cached_property
+    def samples(self) -> MapDataset:
+        """The training records of all clients."""
+        return client_samples(self.task)
+
+    def weights(self) -> Tensors:
+        """Return copies of the trained weights and floating-point buffers by name, on the CPU."""
+        self._step.wait_for_weights()
+        return {one.name: one.flat.detach().cpu().clone().view(one.part.shape) for one in self._slices()}
+
+    @property
+    def float_buffers(self) -> list[str]:
+        """Names of the buffers that clients average, such as running statistics."""
+        trained = {self._engine.axes.saved_name(name) for name in self._engine.local_weights()}
+        return [one.name for one in self._slices() if one.name not in trained]
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set the model to the server's weights, and remove the last client's optimizer state and counters."""
+        optimizer = self._step.optimizer
+        optimizer.state.clear()
+        for group, first in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(copy.deepcopy(first))
+        for one in self._slices():
+            one.flat.copy_(weights[one.name].reshape(-1))
+            one.bring_home()
+        for buffer, first in self._own_buffers:
+            buffer.copy_(first)
+        self._engine.publish()
+        if self.config.server.method == "fedprox":
+            trained = [param for param in self.model.parameters() if param.requires_grad]
+            self._anchors = [(param, param.detach().clone()) for param in trained]
+
+    def train(
+        self, weights: Mapping[str, torch.Tensor], records: np.ndarray, round_: int, client: int, steps: int
+    ) -> ClientUpdate:
+        """Train a client, and return its update.
+
+        Args:
+            weights: the server's weights.
+            records: the client's records, int64.
+            round_: rounds done before.
+            client: index of the client.
+            steps: local steps.
+        """
+        with one_thread():
+            self.set_weights(weights)
+            losses = [self._local_step(records, round_, client, step) for step in range(steps)]
+            after = self.weights()
+        delta = {name: weights[name] - after[name] for name in after}
+        return ClientUpdate(round_, client, len(records), sum(losses) / len(losses), delta)
+
+    def _local_step(self, records: np.ndarray, round_: int, client: int, step: int) -> float:
+        config, base = self.config, self._base
+        size = min(self.batch, len(records))
+        chosen: list[int] = []
+        while len(chosen) < size:
+            epoch, start = divmod(step * size + len(chosen), len(records))
+            order = permutation(len(records), "client", config.seed, round_, client, epoch)
+            end = min(len(records), start + size - len(chosen))
+            chosen += [int(records[order(place)]) for place in range(start, end)]
+        micro = self.mesh.plan.microbatches_per_step
+        own = microbatch_samples(size, 1, micro, 0)
+        batch = Microbatches.of_samples(lambda at: self.samples[chosen[at]], own, self.task.collate, total=size)
+        factor = lr_factor(round_, config.rounds, base.schedule)
+        for group in self._step.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        key = derive_seed(config.seed, _STEPS, round_, client, step)
+        seeds = [derive_seed(key, index) for index in range(micro)]
+        return self._step(batch, seeds, key).loss
+
+    def _loss(self) -> LossFn:
+        """Return the task's loss, with FedProx's term: mu / 2 times the squared distance from the server's weights."""
+        loss, mu = self.task.loss, self.config.server.mu
+        if self.config.server.method != "fedprox":
+            return loss
+        if isinstance(loss, GlobalBatchLoss | GroupLoss):
+            raise ConfigError(
+                "server.method=fedprox: the task's loss compares samples, and the proximal term is added to sums over "
+                "samples. Use fedavg."
+            )
+
+        def proximal(output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+            total, count = loss(output, batch)
+            distance = sum(((param - first).square().sum() for param, first in self._anchors), total.new_zeros(()))
+            return total + count * (mu / 2) * distance, count
+
+        return proximal
+
+    def evaluate(self, weights: Mapping[str, torch.Tensor]) -> Evaluation | None:
+        """Return the evaluation of weights on the task's evaluation set, or None without one."""
+        share = Share(self.batch, self.mesh.plan.microbatches_per_step)
+        batches = self.task.eval_batches(share)
+        if batches is None:
+            return None
+        with one_thread():
+            self.set_weights(weights)
+            return evaluate_run(self.model, batches, self.mesh, self.task)
+
+    def _slices(self) -> list[FlatSlice]:
+        name_of = self._engine.axes.saved_name
+        names = {*map(name_of, self._engine.local_weights()), *(name_of(one) for one, _ in self.model.named_buffers())}
+        return [
+            one for one in self._engine.model_slices()
+            if one.name in names and one.flat.is_floating_point()
+        ]  # fmt: skip
+
+
+def refuse_streams(task: Task) -> None:
+    """Raise ConfigError if a task's batches are not made of single records."""
+    for name in ("batches", "before_step", "second_model"):
+        if getattr(type(task), name) is not getattr(Task, name):
+            raise ConfigError(
+                f"task.name={task.config.task.name}: {type(task).__name__} has a {name} of its own, so its records "
+                "cannot be divided among clients. Use a task with one sample for each record, such as classify_text, "
+                "or a Task of your own."
+            )
+
+
+def client_samples(task: Task) -> MapDataset:
+    """Return a task's training records. Raises DataError if it is empty."""
+    samples = task.samples("train")
+    if samples is None or not len(samples):
+        raise DataError("task: it has no training samples. Let samples('train') return some.")
+    return samples
+
+
+def _built(task: Task, config: RunConfig, mesh: Any) -> nn.Module:
+    base = task.initial_model(mesh.plan)
+    weights = task.initial_weights(base)
+    model = with_adapter(base, config)
+    weights = None if weights is None else packed_source(model, weights)
+    freeze(model, config.optimizer)
+    started = started_values(model, config)
+    layout = Layout.read(config.layout) if config.layout else None
+    parallelize(
+        model, mesh, layout=layout, seed=config.seed, filled_later=weights is not None,
+        norm_group=config.train.norm_group, bf16_layers=config.train.bf16_layers, fp8_recipe=config.train.fp8_recipe,
+    )  # fmt: skip
+    if weights is not None:
+        load_base(model, weights)
+    start_adapter(model, started)
+    return model
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread in the context: the sums of several threads depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# In a worker of a pool.
+
+
+class _Warm:
+    """The trainer of this process and the weights of its round."""
+
+    folder: Path | None = None
+    trainer: ClientTrainer
+    records: list[np.ndarray]
+    round_ = -1
+    weights: Tensors
+
+
+def write_clients(path: Path, records: list[np.ndarray]) -> None:
+    """Write the records of each client."""
+    ends = np.cumsum([len(one) for one in records])
+    with path.open("wb") as file:
+        np.savez(file, records=np.concatenate(records), ends=ends)
+
+
+def read_clients(path: Path) -> list[np.ndarray]:
+    """Return the records of each client, int64."""
+    with np.load(path, allow_pickle=False) as file:
+        return np.split(file["records"], file["ends"][:-1])
+
+
+def train_client(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Train a client in this process, and write its update.
+
+    Args:
+        item: "folder" of the run, "round", "client", and its number of "steps".
+    """
+    import json
+
+    folder, round_, client = Path(item["folder"]), int(item["round"]), int(item["client"])
+    if _Warm.folder != folder:
+        config = FederatedConfig.of_json(json.loads((folder / RUN).read_bytes()))
+        _Warm.trainer, _Warm.records = ClientTrainer(config, folder), read_clients(folder / CLIENTS)
+        _Warm.folder, _Warm.round_ = folder, -1
+    if _Warm.round_ != round_:
+        weights, about = read_tensors(folder / STATE, "weights/")
+        if about["round"] != round_:
+            raise ValueError(f"the server is in round {about['round']}, and the client is to train round {round_}")
+        _Warm.weights, _Warm.round_ = weights, round_
+    update = _Warm.trainer.train(_Warm.weights, _Warm.records[client], round_, client, int(item["steps"]))
+    write_update(update_file(folder, round_, client), update)
+    return {"client": client}
+
+
+def update_file(folder: Path, round_: int, client: int) -> Path:
+    """Return the file of a client's update."""
+    return folder / "rounds" / f"{round_:06d}" / f"client_{client}.safetensors"
