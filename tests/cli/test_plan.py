@@ -88,8 +88,14 @@ def test_config_is_unchanged_except_for_its_plan(capsys, tmp_path):
     assert Plan.parse(config.plan).world_size == 2
 
 
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
 @pytest.mark.parametrize(
-    "recipe", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda path: path.stem
+    # `weft plan --tables` plans sharded tables, which recommend.toml has.
+    "recipe",
+    [path for path in RECIPES if path.stem != "recommend"],
+    ids=lambda path: path.stem,
 )
 def test_shipped_recipes_get_a_valid_plan(capsys, tmp_path, monkeypatch, recipe):
     """Recipes for images and audio name data that users provide. Here it is replaced by colored images."""
