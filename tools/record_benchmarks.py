@@ -71,7 +71,7 @@ BENCHMARKS = {
     "tables": Benchmark(
         "time of a step with sharded tables over DDP with dense gradients, 2 ranks",
         "benchmarks/tables.py",
-        rf"ratio {NUMBER}",
+        rf"^DDP with dense gradients: .* over it {NUMBER},",
     ),
     "monitoring": Benchmark(
         "time of a step with metrics and alerts over one without",
@@ -177,7 +177,7 @@ def page() -> str:
 def _row(name: str, kept: Mapping[str, Any]) -> str:
     *older, last = kept["entries"]
     before = older[-1]["ratios"] if older else {}
-    shown = ", ".join(f"{'' if key == 'ratio' else f'{key} '}**{value:.2f}**" for key, value in last["ratios"].items())
+    shown = ", ".join(f"{'' if key == 'ratio' else f'{key} '}**{value:.3g}**" for key, value in last["ratios"].items())
     changes = "; ".join(moved(before, last["ratios"])) or ("within 5 %" if older else "first record")
     title = f"{BENCHMARKS[name].title}: `python {kept['command']}`" if name in BENCHMARKS else name
     return f"| {title} | {shown} | {changes} | {last['load_before']:.1f} | {last['date']}, {last['commit']} |"
