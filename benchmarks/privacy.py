@@ -59,7 +59,7 @@ def loss_fn(output: torch.Tensor, data: Any) -> tuple[torch.Tensor, int]:
 
 
 def weft_step(passes: int | None, plan: str = "") -> tuple[nn.Module, Step]:
-    """Return a model and its step. passes: of a private step; None for a plain one."""
+    """Return a model and its step. passes: number of passes of a private step, or None for a plain step."""
     chosen = Plan.parse(plan)
     run = Run(chosen, build_mesh(chosen), Ledger(), seed=0)
     model, data = run.parallelize(decoder()), batch(run.mesh.rank)

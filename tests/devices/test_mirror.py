@@ -1,4 +1,4 @@
-"""Training on the mirror device, an accelerator simulated in host memory, equals one process; also beside CPU ranks."""
+"""Training on the mirror device, an accelerator simulated in host memory, equals one process, also with CPU ranks."""
 
 from __future__ import annotations
 

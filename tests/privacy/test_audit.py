@@ -20,7 +20,7 @@ RECORDS, DIM = 300, 3000
 
 
 def test_bound_of_randomized_response():
-    """A mechanism that tells each coin with probability e / (1 + e) is exactly 1-private: the bound stays below 1."""
+    """Randomized response with probability e / (1 + e) has epsilon = 1, and the lower bound stays below 1."""
     random = np.random.default_rng(0)
     above = 0
     for _ in range(40):

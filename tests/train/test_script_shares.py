@@ -1,4 +1,4 @@
-"""Scripts with unequal shares: `run.shard` and `run.train_step`, and what they refuse."""
+"""Scripts with unequal shares: `run.shard`, `run.train_step`, and refused settings."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from weft.config.parsing import (
 from weft.config.plan import PLAN_FIELDS, Plan, auto_fields
 from weft.config.rules.config_rules import config_problems, in_config
 from weft.config.run_config import RunConfig
-from weft.errors import ConfigError, PlanError, Problem, did_you_mean
+from weft.errors import ConfigError, PlanError, Problem, did_you_mean, nearest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,3 +507,19 @@ def _no_inside(path: KeyPath) -> str:
     if schema is not None and schema.get("type") == "object":
         return f"{key} must be a table, and has another value. Correct {key} first."
     return f"{key} is a single value with no keys inside. Use {key}=..."
+
+
+def read_tables(path: Path, command: str) -> dict[str, Any]:
+    """Read the TOML file of a command, such as "sweep".
+
+    Raises:
+        ConfigError: if it cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text("utf-8-sig"))
+    except OSError as error:
+        near = nearest_name(path.stem, sorted(file.stem for file in path.parent.glob("*.toml")))
+        remedy = f" Did you mean '{near}.toml'?" if near else " Check the path."
+        raise ConfigError(f"{command} {shown(str(path))}: it cannot be read ({error.strerror}).{remedy}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: it is not TOML ({error}). Correct that line.") from None

@@ -384,7 +384,7 @@ class RunConfig(Section):
     """How the model is distributed over the ranks, as text or as a table; an axis set to '*' takes the remaining ranks.
     With "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
     balance: Literal["tell", "apply"] = "tell"
-    """What to do if a data-parallel rank becomes slow. tell: write an event with better shares of the samples
+    """Reaction to a slow data-parallel rank. tell: write an event with better shares of the samples
     (plan.shares); apply: use them from the next step on. Each change is written to the run's shares.json and its
     checkpoints, and a resumed run repeats it in the same step. Results do not change."""
     layout: str = ""

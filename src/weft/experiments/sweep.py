@@ -19,9 +19,9 @@ from typing import Any
 
 from weft.errors import ConfigError, MissingExtra, TasksFailed
 from weft.experiments.sweep_config import Parameter, SweepConfig, Value, trial_config
-from weft.files import KILLED_S, replace_text, try_lock
+from weft.files import replace_text
 from weft.pools.pool import Pool
-from weft.pools.task_folder import full_disk_named
+from weft.pools.task_folder import locked_folder
 from weft.units import counted
 
 #: Function that trains a trial. Tests use another one.
@@ -116,18 +116,9 @@ def sweep_folder(config: SweepConfig, folder: Path) -> Iterator[None]:
         ConfigError: if another command works in it, or it belongs to another sweep.
         PoolError: if the disk is full.
     """
-    with full_disk_named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            if not try_lock(lock, wait_s=KILLED_S):
-                raise ConfigError(
-                    f"{folder}: another command is working in it. Wait until it ends, or give another --out."
-                )
-            _claim(folder, config)
-            yield
-        finally:
-            os.close(lock)
+    with locked_folder(folder):
+        _claim(folder, config)
+        yield
 
 
 def _claim(folder: Path, config: SweepConfig) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.config.files import format_config, load_config
+from weft.config.files import format_config, load_config, read_tables
 from weft.config.parsing import as_toml
 from weft.config.run_config import RunConfig
-from weft.errors import ConfigError, Problem, did_you_mean, nearest_name, shown
+from weft.errors import ConfigError, Problem, did_you_mean, shown
 from weft.experiments.ab import why_incomparable
 from weft.monitor.accounting import Price
 from weft.units import parse_count, parse_seconds
@@ -132,7 +131,7 @@ def read_sweep(path: Path, on: str | None = None) -> SweepConfig:
     Raises:
         ConfigError: with every problem found.
     """
-    tables, problems = _tables(path), []
+    tables, problems = read_tables(path, "sweep"), []
     for key in tables:
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) or f" Known: {', '.join(_KEYS)}."
@@ -194,17 +193,6 @@ def _refuse_other_evaluations(parameters: Sequence[Parameter], *, has_eval_data:
                 f"search.{key}: evaluations of trials that differ in it do not measure the same. Search settings of "
                 "the optimizer, schedule, model, adapter or plan; data.train needs data.eval."
             )
-
-
-def _tables(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
-    except OSError as error:
-        near = nearest_name(path.stem, sorted(file.stem for file in path.parent.glob("*.toml")))
-        remedy = f" Did you mean '{near}.toml'?" if near else " Check the path."
-        raise ConfigError(f"sweep {shown(str(path))}: it cannot be read ({error.strerror}).{remedy}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: it is not TOML ({error}). Correct that line.") from None
 
 
 class _Reader:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from weft.config.files import format_config, load_config
+from weft.config.files import format_config, load_config, read_tables
 from weft.config.plan import Plan
-from weft.errors import ConfigError, Problem, did_you_mean, nearest_name, shown
+from weft.errors import ConfigError, Problem, did_you_mean, shown
 from weft.privacy.settings import Privacy
 
 SPLITS = ("equal", "dirichlet", "column")
@@ -176,7 +175,7 @@ def read_federated(path: Path, on: str | None = None) -> FederatedConfig:
     Raises:
         ConfigError: with every problem found.
     """
-    tables, problems = _tables(path), list[Problem]()
+    tables, problems = read_tables(path, "federate"), list[Problem]()
     values, given = dict[str, Any](), {*tables}
     base_path, settings = tables.pop("config", ""), tables.pop("settings", [])
     if not isinstance(base_path, str) or not isinstance(settings, list):
@@ -314,17 +313,6 @@ def _checked(
         else:
             found[key] = value if is_text or is_whole else float(value)
     return found
-
-
-def _tables(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
-    except OSError as error:
-        near = nearest_name(path.stem, sorted(file.stem for file in path.parent.glob("*.toml")))
-        remedy = f" Did you mean '{near}.toml'?" if near else " Check the path."
-        raise ConfigError(f"federate {shown(str(path))}: it cannot be read ({error.strerror}).{remedy}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: it is not TOML ({error}). Correct that line.") from None
 
 
 def _near(value: Any, choices: Sequence[str]) -> str:

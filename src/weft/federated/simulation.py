@@ -11,7 +11,6 @@ federated/<name>/
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,9 +38,9 @@ from weft.federated.trainer import (
     write_clients,
 )
 from weft.federated.updates import ClientUpdate, read_update
-from weft.files import KILLED_S, replace_text, try_lock
+from weft.files import replace_text
 from weft.pools.pool import Pool
-from weft.pools.task_folder import full_disk_named
+from weft.pools.task_folder import locked_folder
 from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import PrivacyLedger
 from weft.train.folder import RunFolder
@@ -81,18 +80,9 @@ def federated_folder(config: FederatedConfig, folder: Path, *, has_records: bool
         ConfigError: if another command works in it, or it belongs to another run.
         PoolError: if the disk is full.
     """
-    with full_disk_named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            if not try_lock(lock, wait_s=KILLED_S):
-                raise ConfigError(
-                    f"{folder}: another command is working in it. Wait until it ends, or give another --out."
-                )
-            _claim(folder, config, has_records)
-            yield
-        finally:
-            os.close(lock)
+    with locked_folder(folder):
+        _claim(folder, config, has_records)
+        yield
 
 
 def _claim(folder: Path, config: FederatedConfig, has_records: bool) -> None:

@@ -254,6 +254,27 @@ def _is_current(lock: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
+def locked_folder(folder: Path) -> Generator[None]:
+    """Create a folder that commands continue in, and hold its lock.
+
+    Raises:
+        ConfigError: if another command is working in it, or it cannot be written.
+        PoolError: if the disk is full.
+    """
+    with full_disk_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if not try_lock(lock, wait_s=KILLED_S):
+                raise ConfigError(
+                    f"{folder}: another command is working in it. Wait until it ends, or give another --out."
+                )
+            yield
+        finally:
+            os.close(lock)
+
+
+@contextlib.contextmanager
 def open_folder(path: Path, function: str, items: Iterable[str]) -> Generator[TaskFolder]:
     """Open a folder of a map under a lock, and find the tasks that are missing.
 

@@ -19,7 +19,7 @@ class PrivacySection(Section):
     noise: NonNegative = 0.0
     """Standard deviation of the noise divided by `clip`; 0: the least that epsilon allows."""
     unit: Literal["sample"] = "sample"
-    """What is protected: a record of the data. train.global_batch is the expected number of records of a step."""
+    """Unit of protection: a record of the data. train.global_batch is the expected number of records of a step."""
     accountant: Literal["prv", "pld"] = "prv"
     """prv: Opacus; pld: dp-accounting."""
     key: str = ""

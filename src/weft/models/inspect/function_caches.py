@@ -21,7 +21,7 @@ _CACHED: Any = type(functools.cache(len))
 
 @contextlib.contextmanager
 def cleared_caches(model: nn.Module) -> Generator[None]:
-    """Remove what a model's functions cache within the context, such as masks on the meta device.
+    """Remove results that a model's functions cached within the context, such as masks on the meta device.
 
     They would be used again in training, where torch computes wrong products of them. The functions are found in the
     source files of the model's classes, and in these classes.
