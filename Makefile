@@ -5,6 +5,7 @@
 # make test-torch TORCH=2.11.0    the tests with another release of torch and the newest of all else, in an environment of its own
 # make release-check    build the wheel and the source archive, install each in a new environment, and use it
 # make docs     the docs site in build/site, where every link has a target
+# make docs-check    the site in a browser: search, pages on a phone (needs chromium or google-chrome)
 # make check    the linters and types alone        make clean    remove what make and the tools have made
 #
 # Each sets up all it needs in .venv, from Python >= 3.11 alone; a second call finds it ready.
@@ -12,7 +13,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-touched test-torch check lint docs docs-publish release-check clean
+.PHONY: help train test test-all test-touched test-torch check lint docs docs-check docs-publish release-check clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
 
 train: $(VENV)/.ready-to-train
 	@$(BIN)/weft train $(ARGS)
@@ -86,6 +87,9 @@ VERSION ?=
 docs: $(DOCS_VENV)/.ready
 	@$(IN_DOCS_VENV) mkdocs build --quiet
 	@echo "==> build/site/index.html"
+
+docs-check: docs
+	@$(DOCS_VENV)/bin/python tools/check_site.py
 
 # Adds a version to the branch gh-pages: make docs-publish VERSION=0.2.0
 docs-publish: $(DOCS_VENV)/.ready

@@ -67,7 +67,11 @@ def rules_page() -> str:
 
 def settings_page() -> str:
     """Return the page of all settings and fields of the plan."""
-    lines = [NOTE, "# Settings", "Write them as `section.name`, in TOML or on the command line."]
+    lines = [
+        NOTE,
+        "# Settings",
+        "All settings, with their types and defaults. Write them as `section.name`, in TOML or on the command line.",
+    ]
     lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|", *_rows(RunConfig, "")]
     lines += [
         "",

@@ -83,7 +83,11 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Change a page into the Markdown of the site. Pages for contributors rank last in a search."""
+    """Change a page into the Markdown of the site. Pages for contributors rank last in a search, settings first."""
     if page.file.src_uri.startswith(("adr/", "contributing/", "map.md")):
         page.meta["search"] = {"boost": 0.1}
+    elif page.file.src_uri == "reference/settings.md":
+        page.meta["search"] = {"boost": 10}
+    elif page.file.src_uri == "start/questions.md":
+        page.meta["search"] = {"exclude": True}  # it would be the first result of its own questions
     return site_markdown(markdown, page.file.src_uri, config.repo_url or "")
