@@ -84,7 +84,7 @@ def free_port() -> int:
 
 
 #: Pages with a script of another library and one of Weft with the same result.
-JOBS = ("from_fsdp", "from_lightning", "from_accelerate", "from_torchrec")
+JOBS = ("from_fsdp", "from_lightning", "from_accelerate", "from_torchrec", "from_jax")
 KERAS_JOBS = ("from_tensorflow",) if importlib.util.find_spec("keras") else ()
 
 
@@ -99,6 +99,7 @@ def test_scripts_for_switchers_run_on_one_process(tmp_path):
         "loss",
         "weights",
         "loss",
+        "loss",
         *["loss" for _ in KERAS_JOBS],
     ]
 
@@ -111,6 +112,15 @@ def test_scripts_for_switchers_equal_those_of_the_other_library_on_two_ranks(tmp
     driver, scripts = written([after for _, after in blocks] + [before for before, _ in blocks], tmp_path)
     results = run(*TORCHRUN, driver, *scripts, home=tmp_path)
     assert results[: len(blocks)] == results[len(blocks) :]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
+def test_jax_script_equals_that_of_weft(tmp_path):
+    before, after = blocks_of("from_jax", "python")
+    (tmp_path / "before.py").write_text(before)  # a process of its own, with two devices
+    driver, script = written([after], tmp_path)
+    assert run(*TORCHRUN, driver, *script, home=tmp_path) == run("before.py", home=tmp_path)
 
 
 def test_config_for_megatron_is_valid(tmp_path):
