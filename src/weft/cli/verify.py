@@ -31,7 +31,7 @@ _BATCH_HELP = "Samples per step; by default 8, with --all 4 per rank."
 
 
 def verify(
-    model: Annotated[str, typer.Option("--model", "-m", help=_MODEL_HELP)],
+    model: Annotated[str, typer.Option("--model", "-m", help=_MODEL_HELP)] = "tiny",
     plan: Annotated[str | None, typer.Option("--plan", "-p", help=_PLAN_HELP, show_default=False)] = None,
     all_ranks: Annotated[int | None, typer.Option("--all", help="Verify every legal plan of this many ranks.")] = None,
     full: Annotated[bool, typer.Option("--full", help=_FULL_HELP)] = False,
@@ -89,6 +89,8 @@ def verify(
     if not (text := plan if plan is not None else subject.plan):
         raise PlanError("plan=: give --plan, or --all with a number of ranks.")
     one = Plan.parse(text)
+    if not as_json:
+        print(f"model    {model}")
     raise typer.Exit(_verify_private(subject, one, as_json) if privacy else _verify_one(subject, one, engine, as_json))
 
 
