@@ -65,6 +65,7 @@ def test_kill_anywhere_while_saving_a_new_step(tmp_path):
     assert set(steps) == {2, 3}
 
 
+@pytest.mark.full
 def test_kill_anywhere_while_saving_the_first_step(tmp_path):
     seen = []
     for root, _ in at_every_call(tmp_path, [], lambda root: save(root, 1), die):
@@ -92,6 +93,7 @@ def test_kill_anywhere_while_saving_a_step_again(tmp_path):
     assert set(tags) == {"first", "second"}
 
 
+@pytest.mark.full
 def test_kill_anywhere_while_pruning(tmp_path):
     for root, _ in at_every_call(tmp_path, [1, 2, 3, 4], lambda root: prune_checkpoints(root, 2) and DONE, die):
         found = newest_checkpoint(root)

@@ -240,6 +240,7 @@ def weft(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.full
 def test_finds_the_better_learning_rate_in_two_pairs(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(CONFIG)
     words = ("ab", "small.toml", "--pairs", "2", "--", "optimizer.lr=1e-2", "--", "optimizer.lr=1e-5")

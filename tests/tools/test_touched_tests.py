@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tools.touched_tests import ROOT, touched
 
 
@@ -26,6 +28,7 @@ def test_test_file_affects_itself():
     assert all(name == "tests/test_units.py" or name.startswith("tests/repo/") for name in found)
 
 
+@pytest.mark.full
 def test_non_module_files_affect_their_folder():
     assert "tests/spec/test_conditions.py" in names("src/weft/config/devices.toml")
     assert "tests/watch/test_server.py" in names("src/weft/monitor/dashboard/static/js/page.js")

@@ -503,6 +503,7 @@ def test_a_private_model_and_data_set_train_and_resume_offline(hub: Hub, tmp_pat
     )
 
 
+@pytest.mark.full
 def test_a_stream_downloads_files_when_they_are_read(hub: Hub, tmp_path):
     """Compare with the same files in a folder, and resume under another plan."""
     hub.model("org/tiny").commit(tiny_files(tmp_path))

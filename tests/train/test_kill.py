@@ -142,6 +142,7 @@ def test_killed_run_ends_with_equal_bits(undisturbed, times):
     assert sum(event["event"] == "start" for event in events) == len(kills) + 1, message
 
 
+@pytest.mark.full
 def test_run_that_stops_at_steps_ends_with_equal_bits(undisturbed):
     """`train.stop_at` stops at a step between two saves and evaluations, and the schedule keeps its length."""
     tmp_path = undisturbed.path.parent

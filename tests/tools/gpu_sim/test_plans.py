@@ -299,6 +299,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_injected_faults_are_detected(tmp_path):
     script = tmp_path / "faults.py"
     script.write_text(FAULTS)
@@ -349,6 +350,7 @@ runtime.join_lanes = joined
 """
 
 
+@pytest.mark.full
 def test_stages_wait_for_each_other_but_messages_of_one_kind_do_not_block_others(tmp_path):
     """Simulate the ranks of a pipeline with one clock; NCCL executes the operations of a communicator in order."""
     plan = "pp=2 microbatches=4 precision=bf16"
