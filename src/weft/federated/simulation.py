@@ -97,7 +97,7 @@ def _claim(folder: Path, config: FederatedConfig, has_records: bool) -> None:
             refuse_streams(task)
             write_clients(folder / CLIENTS, split_records(config, client_samples(task)))
         replace_text(folder / "base.toml", config.base)
-    replace_text(about, json.dumps(config.to_json(), indent=1) + "\n")
+    replace_text(about, config.model_dump_json(indent=1) + "\n")
 
 
 def prepared_task(config: FederatedConfig, folder: Path) -> Task:
@@ -116,11 +116,11 @@ _EARLY = (CLIENTS, "base.toml", "model.json", "data.json", "tokenizer", "privacy
 
 def _refuse_other(about: Path, config: FederatedConfig) -> None:
     try:
-        known = FederatedConfig.of_json(json.loads(about.read_bytes())).identity()
-    except (ValueError, TypeError, KeyError) as error:
+        known = FederatedConfig.model_validate_json(about.read_bytes()).identity()
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{about}: it is damaged. Give another --out.") from error
     for key, value in config.identity().items():
-        before, now = known[key], json.loads(json.dumps(value))
+        before, now = known[key], value
         if key == "base":
             before, now = _without_rounds(before), _without_rounds(now)
         if before != now:
@@ -227,10 +227,9 @@ def _account(
             f"privacy.clip={config.privacy.clip:g}: clients average the buffer {buffers[0]}, and noise makes running "
             "statistics useless. Use a model without batch norm, such as one with group norm."
         )
-    name = config.privacy.key or str(folder / "privacy.key")
-    privacy = client_privacy(config, clients, name).resolved()
-    create_key(name)
-    return PrivacyLedger(privacy), read_key(name)
+    privacy = client_privacy(config, clients, str(folder / "privacy.key")).resolved()
+    create_key(privacy.key)
+    return PrivacyLedger(privacy), read_key(privacy.key)
 
 
 def _train(folder: Path, round_: int, chosen: Participants, pool: Pool) -> None:

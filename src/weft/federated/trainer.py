@@ -282,11 +282,9 @@ def train_client(item: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         item: "folder" of the run, "round", "client", and its number of "steps".
     """
-    import json
-
     folder, round_, client = Path(item["folder"]), int(item["round"]), int(item["client"])
     if _Warm.folder != folder:
-        config = FederatedConfig.of_json(json.loads((folder / RUN).read_bytes()))
+        config = FederatedConfig.model_validate_json((folder / RUN).read_bytes())
         _Warm.trainer, _Warm.records = ClientTrainer(config, folder), read_clients(folder / CLIENTS)
         _Warm.folder, _Warm.round_ = folder, -1
     if _Warm.round_ != round_:

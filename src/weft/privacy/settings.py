@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
+from weft.config.privacy.section import BudgetSection
 from weft.errors import PlanError
 
 ACCOUNTANTS = ("prv", "pld")
@@ -71,6 +73,23 @@ class Privacy:
 
         assert self.epsilon is not None
         return replace(self, noise=noise_for(self.epsilon, self.delta, self.rate, self.steps, self.accountant))
+
+
+def privacy_of(section: BudgetSection, records: int, batch: int, steps: int, key: str, **more: Any) -> Privacy:
+    """Return the settings of a section [privacy].
+
+    Args:
+        records, batch, steps: as in `Privacy`.
+        key: key file if the section names none.
+        more: other settings of `Privacy`.
+
+    Raises:
+        PlanError: if they are impossible, such as delta >= 1 / records.
+    """
+    return Privacy(
+        records, batch, steps, section.delta, section.epsilon or None, section.clip, section.noise or None,
+        accountant=section.accountant, key=section.key or key, **more,
+    )  # fmt: skip
 
 
 def _problems(privacy: Privacy) -> list[str]:

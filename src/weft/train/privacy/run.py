@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.comm.mesh import Mesh
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, DataError
-from weft.privacy.settings import Privacy
+from weft.privacy.settings import Privacy, privacy_of
 from weft.privacy.update import PrivateUpdate
 from weft.train.batches.data_share import MapDataset
 from weft.train.folder import RunFolder
@@ -44,12 +44,9 @@ def _overridden(task: Task) -> set[str]:
 
 def private_settings(config: RunConfig, records: int, folder: RunFolder) -> Privacy:
     """Return the settings of a run's config. Raises PlanError for impossible ones."""
-    section = config.privacy
-    return Privacy(
-        records, config.train.global_batch, config.train.steps, section.delta, section.epsilon or None, section.clip,
-        section.noise or None, section.unit, section.accountant, section.key or str(folder.path / "privacy.key"),
-        section.passes, section.canaries,
-    )  # fmt: skip
+    section, key = config.privacy, str(folder.path / "privacy.key")
+    more = {"unit": section.unit, "passes": section.passes, "canaries": section.canaries}
+    return privacy_of(section, records, config.train.global_batch, config.train.steps, key, **more)
 
 
 def private_update(config: RunConfig, samples: MapDataset, folder: RunFolder, mesh: Mesh) -> PrivateUpdate:
