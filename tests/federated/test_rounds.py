@@ -208,7 +208,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     shutil.rmtree(tmp_path / "federated")
     file.write_text(file.read_text() + "local_stps = 3\n")
     assert run(["federate", str(file)]) == 2
-    assert "local_stps: there is no such key. Did you mean 'local_steps'?" in capsys.readouterr().err
+    assert "unknown key 'local_stps'. Did you mean 'local_steps'?" in capsys.readouterr().err
 
 
 @pytest.mark.full

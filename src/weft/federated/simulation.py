@@ -31,9 +31,7 @@ from weft.federated.trainer import (
     RUN,
     STATE,
     ClientTrainer,
-    client_samples,
     read_clients,
-    refuse_streams,
     update_file,
     write_clients,
 )
@@ -44,6 +42,7 @@ from weft.pools.task_folder import locked_folder
 from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import PrivacyLedger
 from weft.train.folder import RunFolder
+from weft.train.privacy.records import single_records
 from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
 
@@ -94,8 +93,8 @@ def _claim(folder: Path, config: FederatedConfig, has_records: bool) -> None:
     else:
         task = prepared_task(config, folder)
         if has_records:
-            refuse_streams(task)
-            write_clients(folder / CLIENTS, split_records(config, client_samples(task)))
+            samples = single_records(task, f"task.name={task.config.task.name}")
+            write_clients(folder / CLIENTS, split_records(config, samples))
         replace_text(folder / "base.toml", config.base)
     replace_text(about, config.model_dump_json(indent=1) + "\n")
 

@@ -38,6 +38,7 @@ from weft.train.batches.microbatches import Microbatches
 from weft.train.engine import Evaluation, derive_seed
 from weft.train.folder import RunFolder
 from weft.train.losses import GlobalBatchLoss, GroupLoss, LossFn
+from weft.train.privacy.records import refuse_streams, single_records
 from weft.train.states.model_state import packed_source
 from weft.train.step.evaluation import evaluate_run
 from weft.train.step.train_step import TrainStep
@@ -69,7 +70,7 @@ class ClientTrainer:
         self.config, self._base = config, parse_config(config.base, "config").config
         self.task = find_task(self._base)
         self.task.open(RunFolder(folder, resolved=self._base))
-        refuse_streams(self.task)
+        refuse_streams(self.task, f"task.name={self._base.task.name}")
         self.batch = self._base.train.global_batch
         plan, device = Plan.parse(self._base.plan, 1), pick_device(self._base.launch.device, 0)
         self.mesh = build_mesh(plan, device)
@@ -97,7 +98,7 @@ class ClientTrainer:
     @cached_property
     def samples(self) -> MapDataset:
         """The training records of all clients."""
-        return client_samples(self.task)
+        return single_records(self.task, f"task.name={self._base.task.name}")
 
     def weights(self) -> Tensors:
         """Return copies of the trained weights and floating-point buffers by name, on the CPU."""
@@ -200,25 +201,6 @@ class ClientTrainer:
             one for one in self._engine.model_slices()
             if one.name in names and one.flat.is_floating_point()
         ]  # fmt: skip
-
-
-def refuse_streams(task: Task) -> None:
-    """Raise ConfigError if a task's batches are not made of single records."""
-    for name in ("batches", "before_step", "second_model"):
-        if getattr(type(task), name) is not getattr(Task, name):
-            raise ConfigError(
-                f"task.name={task.config.task.name}: {type(task).__name__} has a {name} of its own, so its records "
-                "cannot be divided among clients. Use a task with one sample for each record, such as classify_text, "
-                "or a Task of your own."
-            )
-
-
-def client_samples(task: Task) -> MapDataset:
-    """Return a task's training records. Raises DataError if it is empty."""
-    samples = task.samples("train")
-    if samples is None or not len(samples):
-        raise DataError("task: it has no training samples. Let samples('train') return some.")
-    return samples
 
 
 def _built(task: Task, config: RunConfig, mesh: Any) -> nn.Module:

@@ -173,6 +173,9 @@ class _Reshaped:
         found = self._use.per_sample()
         return found.view(len(found), *self._shape)
 
+    def joined(self, count: int) -> _Reshaped:
+        return _Reshaped(self._use.joined(count), self._shape)
+
 
 class VmapModule(Function):
     """A module whose per-sample gradients torch computes by vmap.

@@ -66,16 +66,20 @@ class _Alias(NamedTuple):
 
 
 class GradientRecord:
-    """Squared gradient norms of one microbatch's samples, and the uses of its parameters.
+    """Squared gradient norms of one microbatch's units, and the uses of its parameters.
+
+    A unit is a sample, or `each` adjacent samples whose gradients are added.
 
     Args:
         samples: number of samples.
         owner_of: returns the owner of a parameter.
         keeps: True to keep the uses, so that `weighted` can compute gradients from them and the norms.
+        each: samples of a unit.
     """
 
-    def __init__(self, samples: int, owner_of: Callable[[nn.Parameter], Owner], *, keeps: bool):
-        self.samples, self._owner_of, self._keeps = samples, owner_of, keeps
+    def __init__(self, samples: int, owner_of: Callable[[nn.Parameter], Owner], *, keeps: bool, each: int = 1):
+        self.samples, self.units, self._each = samples, samples // each, each
+        self._owner_of, self._keeps = owner_of, keeps
         self._entries: dict[int, _Entry] = {}
         self._norms: Tensor | None = None
         self._sums: dict[int, tuple[nn.Parameter, Tensor]] | None = None
@@ -93,7 +97,7 @@ class GradientRecord:
             if self._sums is not None:
                 self._add(self._sums, param, use)
                 return
-            entry.uses.append(use)
+            entry.uses.append(use if self._each == 1 else use.joined(self._each))
             if len(entry.uses) == entry.expected:
                 self._finish(entry)
 
@@ -126,11 +130,11 @@ class GradientRecord:
             entry.uses = []
 
     def norms(self, device: torch.device) -> Tensor:
-        """Return this rank's sum of squared norms, (B,) float64, without `partial`. Call it after backward."""
+        """Return this rank's sum of squared norms, (units,) float64, without `partial`. Call it after backward."""
         for entry in self._entries.values():
             if not entry.is_done and entry.uses:
                 self._finish(entry)
-        return torch.zeros(self.samples, dtype=torch.float64, device=device) if self._norms is None else self._norms
+        return torch.zeros(self.units, dtype=torch.float64, device=device) if self._norms is None else self._norms
 
     def add(self, other: GradientRecord) -> None:
         """Add the norms of the same samples on another stage of this rank, after its backward."""
@@ -141,7 +145,7 @@ class GradientRecord:
 
     @torch.no_grad()
     def weighted(self, weights_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the weighted sums of the samples' gradients by parameter, and free their uses."""
+        """Yield the weighted sums of the units' gradients by parameter, and free their uses."""
         for entry in self._entries.values():
             if entry.uses:
                 total = entry.uses[0].weighted(weights_B)

@@ -25,7 +25,9 @@ class Privacy:
             set.
         clip: largest norm of a sample's gradient.
         noise: standard deviation of the noise divided by `clip`; None for the least that `epsilon` allows.
-        unit: "sample": the bound is for one record.
+        unit: "sample": the bound is for one record. Or the name of a column: it is for all records with one value in
+            it, whose mean gradient is clipped; `records` and `batch` are numbers of values then.
+        unit_records: most records of a unit in a step; 0 for all. More are drawn at random.
         accountant: "prv" (Opacus) or "pld" (dp-accounting).
         key: file with the secret key of draws and noise, which the first rank creates with mode 0600, or "test:N" for a
             fixed key, which protects nothing.
@@ -45,6 +47,7 @@ class Privacy:
     key: str = "privacy.key"
     passes: int = 0
     canaries: int = 0
+    unit_records: int = 0
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
@@ -115,11 +118,13 @@ def _problems(privacy: Privacy) -> list[str]:
         value = getattr(privacy, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             found.append(f"privacy.{name}={value:g}: it is a positive number. Use {name}=1.0.")
-    if privacy.unit != "sample":
+    if privacy.unit_records < 0 or (privacy.unit == "sample" and privacy.unit_records):
         found.append(
-            f"privacy.unit={privacy.unit}: Weft protects single samples. Use unit=sample, with one sample for each "
-            "person or document."
+            f"privacy.unit_records={privacy.unit_records}: it limits the records of a unit that has several. Use "
+            "unit_records=0, or a column as unit."
         )
+    if privacy.unit != "sample" and privacy.canaries:
+        found.append(f"privacy.canaries={privacy.canaries}: canaries are single samples. Use unit=sample, or none.")
     if privacy.accountant not in ACCOUNTANTS:
         found.append(f"privacy.accountant={privacy.accountant}: it is prv or pld. Use accountant=prv.")
     if privacy.passes not in (0, 1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from weft.parallel.state.flat_slices import PlacedPart
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tables.model import table_weights
 from weft.privacy.audit import Canaries, choose_canaries
-from weft.privacy.draws import drawn
+from weft.privacy.draws import drawn, some_of
 from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.noise import add_noise
@@ -70,13 +71,20 @@ class PrivateUpdate:
         """Expected number of samples of a step, which divides gradient sums."""
         return float(self.privacy.batch)
 
-    def draw(self, step: int | None = None) -> np.ndarray:
-        """Return the records of a step, int64, in ascending order. step: steps done before; None for the next one."""
-        number = self.ledger.count if step is None else step
-        found = drawn(self._key, number, self.privacy.records, self.privacy.rate)
+    def draw(self, step: int) -> np.ndarray:
+        """Return the units of a step, int64, in ascending order. step: steps done before."""
+        found = drawn(self._key, step, self.privacy.records, self.privacy.rate)
         if not self.privacy.canaries:
             return found
         return found[~np.isin(found, self.canaries().left_out)]
+
+    def draw_records(self, step: int, units: Sequence[np.ndarray] | None) -> list[list[int]]:
+        """Return the records of each drawn unit of a step. units: records by unit, or None if each is a unit."""
+        found = self.draw(step).tolist()
+        if units is None:
+            return [[record] for record in found]
+        most = self.privacy.unit_records
+        return [some_of(self._key, step, unit, units[unit], most).tolist() for unit in found]
 
     def canaries(self) -> Canaries:
         """Return the records whose presence a coin decides."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from weft.config.sections import Count, NonNegative, PositiveFloat, Section
 
@@ -36,8 +38,12 @@ class BudgetSection(Section):
 class PrivacySection(BudgetSection):
     """Differential privacy of the training records: docs/how-to/privacy.md. Off unless `epsilon` or `noise` is set."""
 
-    unit: Literal["sample"] = "sample"
-    """Unit of protection: a record of the data. train.global_batch is the expected number of records of a step."""
+    unit: Annotated[str, Field(min_length=1)] = "sample"
+    """Unit of protection, of which train.global_batch is the expected number in a step. sample: a record; document: all
+    sequences of a document of token files; or a column of the task's samples, such as user: all records with one value
+    in it."""
+    unit_records: Count = 0
+    """Most records of a unit in a step, chosen at random; 0: all. Limits the memory of units with many records."""
     passes: Literal[0, 1, 2] = 0
     """Passes of a microbatch; 0: one where the plan allows it. Two take less memory."""
     canaries: Count = 0

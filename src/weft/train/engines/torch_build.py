@@ -36,12 +36,13 @@ from weft.train.engine import EngineJob
 from weft.train.engines.gpu_kernels import GpuKernels
 from weft.train.engines.replica_engine import OtherWorlds
 from weft.train.joined_rank import JoinedRank
-from weft.train.privacy.run import private_samples, private_update
+from weft.train.privacy.batches import DrawnBatches
+from weft.train.privacy.records import PrivateRecords, private_records
+from weft.train.privacy.run import private_update
 from weft.train.states.averaged_weights import check_averages
 from weft.train.states.model_state import packed_source
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
-from weft.train.tasks.indexed import drawn_batches
 from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter
 
 
@@ -66,7 +67,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     """
     config, task, mesh = job.config, job.task, rank.mesh
     task.open(job.folder)
-    private = private_samples(config, task) if config.privacy.is_on else None
+    private = private_records(config, task) if config.privacy.is_on else None
     update = None if private is None else private_update(config, private, job.folder, mesh)
     batches, eval_batches = _batches(job, mesh, private, update)
 
@@ -130,7 +131,7 @@ def _build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimiz
 
 
 def _batches(
-    job: EngineJob, mesh: Mesh, private: MapDataset | None, update: PrivateUpdate | None
+    job: EngineJob, mesh: Mesh, private: PrivateRecords | None, update: PrivateUpdate | None
 ) -> tuple[Batches, Iterable[Any] | None]:
     """Return training and evaluation batches. Each replica evaluates the full set, in microbatches of equal size.
 
@@ -148,8 +149,7 @@ def _batches(
     passes = share.microbatches * (axis.size // mesh.data.size)
     own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size, timeline=ShareTimeline())
     if private is not None and update is not None:
-        batches = drawn_batches(private, share, job.task.collate, lambda step: update.draw(step).tolist())
-        return batches, job.task.eval_batches(own)
+        return DrawnBatches(private, share, update), job.task.eval_batches(own)
     return job.task.batches(share), job.task.eval_batches(own)
 
 

@@ -18,7 +18,7 @@ from weft.privacy.keys import read_key
 from weft.train.batches.microbatches import split_rows
 from weft.train.folder import RunFolder
 from weft.train.losses import CheckedLoss
-from weft.train.privacy.run import private_samples
+from weft.train.privacy.records import private_records
 from weft.train.states.model_state import load_model
 from weft.train.tasks.registry import find_task
 from weft.train.weights.run_adapter import with_adapter
@@ -41,7 +41,8 @@ def canary_scores(folder: RunFolder, checkpoint: Checkpoint, device: torch.devic
         )
     task = find_task(config)
     task.open(folder)
-    samples = private_samples(config, task)
+    records = private_records(config, task)
+    samples = records.samples
     key = read_key(config.privacy.key or str(folder.path / "privacy.key"))
     canaries = choose_canaries(key, len(samples), config.privacy.canaries)
     plan = Plan(precision=folder.plan().precision)
@@ -59,7 +60,7 @@ def canary_scores(folder: RunFolder, checkpoint: Checkpoint, device: torch.devic
         found: list[torch.Tensor] = []
         for first in range(0, len(canaries.records), _AT_ONCE):
             some = canaries.records[first : first + _AT_ONCE].tolist()
-            batch = move_batch(task.collate([samples[record] for record in some]), device)
+            batch = move_batch(records.collate([samples[record] for record in some]), device)
             parts = split_rows(batch, [range(one, one + 1) for one in range(len(some))])
             found.append(sample_losses(loss, task.forward(model, batch), parts)[0].double().cpu())
         return torch.cat(found).numpy()

@@ -20,6 +20,7 @@ from weft.comm.mesh import Mesh
 from weft.errors import ModelError
 from weft.monitor.step_times import Meter
 from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
+from weft.parallel.random.streams import SampleNumbers
 from weft.privacy.gradients import SampleGradients, sample_losses
 from weft.privacy.recorder import GradientRecord, UnknownUse
 from weft.privacy.rules import check_batch
@@ -69,8 +70,9 @@ class PrivateAccumulate(Accumulate):
         self.model.eval()
         try:
             found: list[Tensor] = []
-            for some in split_rows(batch, [range(rows), range(1)]):
-                few = replace(work, microbatches=[some], inside=lambda index: nullcontext())
+            for count, some in zip((rows, 1), split_rows(batch, [range(rows), range(1)]), strict=True):
+                numbers = [SampleNumbers(range(count))]
+                few = replace(work, microbatches=[some], samples=numbers, inside=lambda index: nullcontext())
                 record = self._norms(few, 0, check=self.gradients.check_graph)
                 found.append(self.gradients.norms([record])[0][:1])
         finally:
@@ -130,15 +132,21 @@ class PrivateAccumulate(Accumulate):
                 losses.sum().backward()
         return record
 
+    def _record(self, work: Work, index: int, *, keeps: bool = False) -> GradientRecord:
+        """Return an empty record of a microbatch, whose samples have equal numbers of rows if they are units."""
+        rows, own = samples_in(work.microbatches[index]), work.samples[index]
+        each = rows // len(own.numbers) if own.records else 1
+        return self.gradients.record(rows, keeps=keeps, each=each)
+
     def _recorded(self, work: Work, index: int, *, keeps: bool, counts: bool) -> tuple[GradientRecord, Tensor]:
-        """Run forward in a recorder. Return the record and the loss of each sample.
+        """Run forward in a recorder. Return the record and the loss of each row, whose sum over a unit is the unit's.
 
         counts: True to add the losses to the step's sums.
         """
         batch = work.microbatches[index]
         with self.meter.phase("forward"):
             while True:
-                record = self.gradients.record(samples_in(batch), keeps=keeps)
+                record = self._record(work, index, keeps=keeps)
                 try:
                     with work.inside(index), self.gradients.recorder(record).recording():
                         output = self.forward(self.model, batch)
@@ -153,6 +161,9 @@ class PrivateAccumulate(Accumulate):
         batch = work.microbatches[index]
         runs = [range(one, one + 1) for one in range(samples_in(batch))]
         losses, sums, numbers = sample_losses(self.loss, output, split_rows(batch, runs))
+        if work.samples[index].records:
+            shares = row_shares(work.samples[index].records, len(losses)).to(sums)
+            losses, sums, numbers = losses * shares.to(losses), sums * (shares > 0), numbers * (shares > 0)
         if counts and not work.samples[index].is_empty:
             work.losses[index] = sums.sum(), numbers.sum()
             work.sums[0] += sums.sum()
@@ -171,7 +182,14 @@ class PrivateAccumulate(Accumulate):
 
     def _weighted(self, work: Work, index: int, losses: Tensor, weights: Tensor) -> Tensor:
         factor = work.scale * (not work.samples[index].is_empty)
+        weights = weights.repeat_interleave(len(losses) // max(1, len(weights)))
         return (losses * weights.to(losses.dtype)).sum() * factor
+
+
+def row_shares(records: Sequence[int], rows: int) -> Tensor:
+    """Return the share of each row in its unit's loss, float64 (rows,): 1 / records, and 0 for rows that fill it up."""
+    counts = torch.tensor(records, dtype=torch.float64)[:, None]
+    return torch.where(torch.arange(rows // len(records)) < counts, 1 / counts, 0.0).flatten()
 
 
 def deliver(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -203,8 +221,9 @@ class PrivatePipelined(PrivateAccumulate):
         records: list[list[GradientRecord]] = [[] for _ in work.microbatches]
 
         def record(model: nn.Module, batch: Any) -> Any:
-            made = self.gradients.record(samples_in(batch), keeps=False)
-            records[index_of[id(batch)]].append(made)
+            index = index_of[id(batch)]
+            made = self._record(work, index)
+            records[index].append(made)
             with self.gradients.recorder(made).recording():
                 return self.forward(model, batch)
 
@@ -225,7 +244,7 @@ class PrivatePipelined(PrivateAccumulate):
                 self._pipeline.step(norms, self.meter)
         except UnknownUse as unknown:
             self.gradients.handle(unknown, may_retry=False)
-        weights = self._joined(records, work.microbatches)
+        weights = self._joined(records, work)
 
         def weighted(output: Any, batch: Any, index: int) -> tuple[Tensor, Tensor]:
             losses = self._losses(work, output, index, counts=True)
@@ -238,11 +257,11 @@ class PrivatePipelined(PrivateAccumulate):
         with self.engine.microbatch(last=True):
             self._pipeline.step(stages, self.meter)
 
-    def _joined(self, records: Sequence[Sequence[GradientRecord]], batches: Sequence[Any]) -> list[Tensor]:
+    def _joined(self, records: Sequence[Sequence[GradientRecord]], work: Work) -> list[Tensor]:
         """Return the clipping weights by microbatch. A rank has several records of one if it has several stages."""
         merged: list[GradientRecord] = []
-        for of_stages, batch in zip(records, batches, strict=True):
-            total = self.gradients.record(samples_in(batch), keeps=False)
+        for index, of_stages in enumerate(records):
+            total = self._record(work, index)
             for one in of_stages:
                 total.add(one)
             merged.append(total)
