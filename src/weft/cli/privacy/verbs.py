@@ -42,7 +42,7 @@ def plan(
 
     The last column is the noise on the mean gradient in units of the clipping norm: smaller is better.
     """
-    from weft.privacy.draws import most_drawn
+    from weft.config.privacy.section import most_drawn
     from weft.privacy.settings import Privacy
 
     chosen = 0.1 / max(records, 1) if delta is None else delta
@@ -53,7 +53,7 @@ def plan(
     for size in sizes:
         noise = Privacy(records, size, steps, chosen, epsilon, accountant=accountant).resolved().noise
         assert noise is not None
-        most = most_drawn(records, size / records, steps)
+        most = min(records, most_drawn(size, size / records, steps))
         rows.append({"batch": size, "noise": noise, "most_drawn": most, "noise_of_mean": noise / size})
     if as_json:
         print(json.dumps({"epsilon": epsilon, "delta": chosen, "records": records, "steps": steps, "batches": rows}))
