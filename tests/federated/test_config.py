@@ -33,7 +33,10 @@ def samples(**options):
         (GOOD + "[server]\nmethod = 'fedadam'\n", "server.lr: fedadam's steps do not follow the size of updates"),
         (GOOD + "[server]\nmethod = 'fedadam'\nmomentum = 0.9\n", "server.momentum: fedadam has beta1 instead. Leave"),
         (GOOD + "[server]\ntrim = 0.5\nmethod = 'trimmed_mean'\n", "server.trim=0.5: a number from 0 and below 0.5 is"),
-        (GOOD + "[faults]\ndrop = 1.0\n", "faults.drop=1.0: a number from 0 and below 1 is needed. Use e.g. faults.drop=0.0"),
+        (
+            GOOD + "[faults]\ndrop = 1.0\n",
+            "faults.drop=1.0: a number from 0 and below 1 is needed. Use e.g. faults.drop=0.0",
+        ),
         (GOOD + "[privacy]\ndelta = 0.1\n", "privacy.epsilon: [privacy] has neither epsilon nor noise. Set epsilon"),
         (GOOD + "client = 3\n", "unknown key 'client'. Did you mean 'clients'?"),
         (GOOD + "base = ''\n", "unknown key 'base'."),

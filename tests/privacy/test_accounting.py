@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
+from weft.config.privacy.section import most_drawn
 from weft.errors import PlanError
 from weft.privacy.accounting import Steps, epsilon_of, noise_for
-from weft.config.privacy.section import most_drawn
 from weft.privacy.draws import drawn
 from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.settings import Privacy

@@ -233,7 +233,9 @@ def test_other_records():
     with pytest.raises(PlanError, match=f"privacy.records={RECORDS}: the data set has 50, one for each record. Use"):
         next(run.private_batches(records()[:50], step))
     run, _, step = script(PrivateCase("net", batch=3, by_user=True))
-    with pytest.raises(PlanError, match=r"privacy.records=8: the data set has 7, one for each value of 2. Use records="):
+    with pytest.raises(
+        PlanError, match=r"privacy.records=8: the data set has 7, one for each value of 2. Use records="
+    ):
         next(run.private_batches(records()[:49], step))
 
 

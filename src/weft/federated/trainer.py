@@ -24,7 +24,7 @@ from weft.config.partitioning import microbatch_samples
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.data.order.stream import permutation
-from weft.errors import ConfigError, DataError
+from weft.errors import ConfigError
 from weft.federated.config import FederatedConfig
 from weft.federated.updates import ClientUpdate, Tensors, read_tensors, write_update
 from weft.optim.build import build_optimizer, freeze

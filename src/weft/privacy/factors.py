@@ -9,9 +9,9 @@ B samples, T tokens of a sample, I inputs, O outputs, D features, R rows of expe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -194,6 +194,19 @@ class ExpertRows:
     def _of_sample(self, is_of_R: Tensor) -> Tensor:
         some = ExpertRows(self.x_RI, self.grad_RO * is_of_R[:, None], torch.zeros_like(self.sample_R), self.ends, 1)
         return wide(some.weighted(None))
+
+
+def kept_bytes(uses: Iterable[Any]) -> int:
+    """Return the bytes of the tensors of some uses. Each storage counts once."""
+    storages: dict[int, int] = {}
+    waiting: list[Any] = list(uses)
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        elif is_dataclass(one):
+            waiting += [getattr(one, field.name) for field in fields(one)]
+    return sum(storages.values())
 
 
 def squared_norms(uses: Sequence[Use]) -> Tensor:

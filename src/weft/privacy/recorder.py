@@ -21,7 +21,7 @@ from weft.models.experts import Experts, grouped_linear, sort_by_expert
 from weft.parallel.layers.deferred_gradients import DeferredProduct, linear
 from weft.parallel.tensor.linear import Column, columns
 from weft.privacy import operations
-from weft.privacy.factors import Direct, Product, Use, rows_of_samples, squared_norms, summed
+from weft.privacy.factors import Direct, Product, Use, kept_bytes, rows_of_samples, squared_norms, summed
 from weft.privacy.private_torch import without_functions
 
 Put = Callable[[Use], None]
@@ -128,6 +128,11 @@ class GradientRecord:
             self._norms = found.double() if self._norms is None else self._norms + found
         if not self._keeps:
             entry.uses = []
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept for `weighted`."""
+        return kept_bytes(use for entry in self._entries.values() for use in entry.uses)
 
     def norms(self, device: torch.device) -> Tensor:
         """Return this rank's sum of squared norms, (units,) float64, without `partial`. Call it after backward."""

@@ -31,7 +31,7 @@ class Privacy:
         accountant: "prv" (Opacus) or "pld" (dp-accounting).
         key: file with the secret key of draws and noise, which the first rank creates with mode 0600, or "test:N" for a
             fixed key, which protects nothing.
-        passes: 1 or 2 passes of a microbatch, or 0 for one if the plan allows it. Two take less memory.
+        passes: 1 or 2 passes of a microbatch, or 0 for one if the plan allows it and the largest draw fits into memory.
         canaries: number of records whose presence a coin decides, for an audit. About half of them are never drawn.
     """
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Mesh
+from weft.config.privacy.section import most_drawn
 from weft.errors import CheckpointError, ConfigError, ModelError, PlanError
 from weft.parallel.state.flat_slices import PlacedPart
 from weft.parallel.state.gradients import data_parallel
@@ -62,9 +63,10 @@ class PrivateUpdate:
         return self.privacy.clip
 
     @property
-    def passes(self) -> int:
-        """1 or 2 passes, or 0 for one if the plan allows it."""
-        return self.privacy.passes
+    def most_drawn(self) -> int:
+        """Number of units that no step draws more of, except with probability 1e-6 in a run."""
+        privacy = self.privacy
+        return min(privacy.records, most_drawn(privacy.batch, privacy.rate, privacy.steps))
 
     @property
     def expected(self) -> float:

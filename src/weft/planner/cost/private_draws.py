@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.partitioning import samples_per_microbatch
 from weft.planner.space.columns import PRECISIONS, Columns, Job
 
 
 def in_largest_draw(job: Job, columns: Columns) -> Columns:
     """Return the columns with the microbatches of the largest draw."""
     assert job.private is not None
-    rows = samples_per_microbatch(job.private.most, columns.dp, columns.num_micro)
-    return columns.with_arrays(microbatch=np.maximum(1, rows).astype(np.int64) * job.texts)
+    return columns.with_arrays(microbatch=-(-job.private.most // (columns.dp * columns.num_micro)) * job.texts)
 
 
 def factor_bytes(job: Job, columns: Columns) -> NDArray[np.float64]:

@@ -14,8 +14,8 @@ from weft.config.fields.layout import common_divisors
 from weft.config.fields.plan_text import split_plan
 from weft.config.partitioning import bucket_bytes
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
-from weft.config.rules.privacy_rules import fixed_by_privacy
 from weft.config.rules.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
+from weft.config.rules.privacy_rules import fixed_by_privacy, private_plan_problems
 from weft.config.rules.rule import Facts, Rule
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.config.shapes.model_spec import ModelSpec
@@ -118,6 +118,8 @@ class Question:
         decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
         if planned.config is not None and planned.config.privacy.is_on:
             decided = {**fixed_by_privacy(), **({} if machines.device.is_cpu else {"precision": "bf16"}), **decided}
+            if refused := private_plan_problems(Plan().replace(**decided)):
+                raise PlanError(refused)
         _expect_divisors(decided, machines.num_devices)
         _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}

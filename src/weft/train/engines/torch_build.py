@@ -31,7 +31,7 @@ from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.model import add_tables, table_weights
 from weft.parallel.zero.magnitudes import load_base
 from weft.privacy.update import PrivateUpdate
-from weft.train.batches.data_share import Batches, MapDataset, Share
+from weft.train.batches.data_share import Batches, Share
 from weft.train.engine import EngineJob
 from weft.train.engines.gpu_kernels import GpuKernels
 from weft.train.engines.replica_engine import OtherWorlds

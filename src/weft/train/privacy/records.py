@@ -8,7 +8,6 @@ from typing import Any
 
 from weft.config.run_config import RunConfig
 from weft.data.order.loader import build_batch
-from weft.data.order.stream import SampleStream
 from weft.errors import ConfigError, DataError
 from weft.train.batches.data_share import MapDataset
 from weft.train.privacy.units import Units, numbered_values

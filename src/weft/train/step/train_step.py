@@ -36,7 +36,7 @@ def passes_of(
     """Return the object that runs a step's microbatches. recorder: records graphs for graphs=on; None for CUDA's."""
     basics = model, forward, loss, meter
     if privacy is not None:
-        return private_passes(model, mesh, forward, loss, meter, clip=privacy.clip, passes=privacy.passes)
+        return private_passes(model, mesh, forward, loss, meter, privacy)
     if mesh.plan.graphs:
         return Graphed(*basics, graphed_passes(model, mesh, recorder, compares=loss.compares))
     if (pipeline := pipeline_of(model)) is not None:

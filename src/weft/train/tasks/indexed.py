@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from weft.config.partitioning import microbatch_samples
 from weft.data.batches import map_tensors
 from weft.data.order.loader import Prefetch
 from weft.data.order.stream import permutation
