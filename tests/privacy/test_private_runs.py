@@ -157,7 +157,10 @@ unit = "document"
 """
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=1", pytest.param("dp_replicate=2", marks=pytest.mark.full)])
+FULL_PLANS = [pytest.param(plan, marks=pytest.mark.full) for plan in ("dp_replicate=2", "auto")]
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=1", *FULL_PLANS])
 def test_documents_of_token_files(tmp_path, monkeypatch, capsys, plan):
     """Documents of several sequences are drawn whole, and a resumed run draws the same ones."""
     monkeypatch.chdir(tmp_path)

@@ -124,7 +124,7 @@ def read_federated(path: Path, on: str | None = None) -> FederatedConfig:
     base = path.parent / file.config if file.config else None
     config = load_config(base, file.settings).config
     _check_base(config.plan, config.privacy.is_on, config.train.epochs)
-    config = load_config(base, [*file.settings, f"train.steps={file.rounds}"]).config
+    load_config(base, [*file.settings, f"train.steps={file.rounds}"])  # the schedule must fit the rounds
     values = {name: getattr(file, name) for name in FederatedFile.model_fields}
     return FederatedConfig(**{**values, "base": format_config(config), "on": on or file.on})
 

@@ -119,21 +119,12 @@ def _refuse_other(about: Path, config: FederatedConfig) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{about}: it is damaged. Give another --out.") from error
     for key, value in config.identity().items():
-        before, now = known[key], value
-        if key == "base":
-            before, now = _without_rounds(before), _without_rounds(now)
-        if before != now:
+        if known[key] != value:
             what = "the clients' config" if key == "base" else key
             raise ConfigError(
                 f"{about.parent}: its run began with another value of {what}. Restore it to continue, or give another "
                 "--out."
             )
-
-
-def _without_rounds(text: str) -> dict[str, Any]:
-    config = parse_config(text, "config").config.model_dump()
-    config["train"]["steps"] = 0
-    return config
 
 
 def run_federated(config: FederatedConfig, folder: Path, pool: Pool, note: Note) -> FederatedResult:

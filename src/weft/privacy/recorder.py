@@ -227,19 +227,14 @@ class GradientRecorder(TorchFunctionMode):
         if name == "__get__":
             of = getattr(owner, "__name__", "")
             if of in ("T", "mT") and found.dim() == 2 and args[0] is found:
-                return self._transposed(func(*args), found)
+                return self._alias(func(*args), found, turns=True)
             if of not in ("T", "mT", "H", "mH", "real", "imag"):
                 return func(*args, **kwargs)
         elif name in _CASTS and args[0] is found:
             result = func(*args, **kwargs)
-            if result is not found:
-                before = self._aliases.get(id(found))
-                alias = _Alias(result.detach(), param, before.is_transposed if before else False)
-                self._aliases[id(alias.tensor)] = alias
-                return alias.tensor
-            return result
+            return result if result is found else self._alias(result, found)
         elif name in ("t", "transpose") and found.dim() == 2 and args[0] is found:
-            return self._transposed(func(*args, **kwargs), found)
+            return self._alias(func(*args, **kwargs), found, turns=True)
         elif name in _ELEMENTWISE and len(args) == 2 and all(isinstance(one, Tensor) for one in args) and not kwargs:
             other = args[1] if args[0] is found else args[0]
             if self._param(other) is None:
@@ -256,10 +251,10 @@ class GradientRecorder(TorchFunctionMode):
             return alias.param
         return None
 
-    def _transposed(self, result: Tensor, of: Tensor) -> Tensor:
-        before, param = self._aliases.get(id(of)), self._param(of)
+    def _alias(self, result: Tensor, of: Tensor, *, turns: bool = False) -> Tensor:
+        param = self._param(of)
         assert param is not None
-        alias = _Alias(result.detach(), param, not (before.is_transposed if before else False))
+        alias = _Alias(result.detach(), param, self._is_transposed(of) != turns)
         self._aliases[id(alias.tensor)] = alias
         return alias.tensor
 
@@ -430,16 +425,12 @@ def _group_norm(
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     found = F.group_norm(input, num_groups, None, None, eps)
-    ones = (1,) * (input.dim() - 2)
-    for operation, param in ((torch.mul, weight), (torch.add, bias)):
-        if param is not None and recorder._param(param) is not None:
-            expanded = recorder._expanded(param, input.new_empty(input.shape[0], 1).expand(-1, len(param)))
-            if expanded is None:
-                raise UnknownUse(recorder._param(param), "group_norm")  # pyright: ignore[reportArgumentType] - not None
-            found = operation(found, expanded.view(*expanded.shape, *ones))
-        elif param is not None:
-            found = operation(found, param.view(-1, *ones))
-    return found
+    return _by_channel(recorder, torch.add, _by_channel(recorder, torch.mul, found, weight), bias)
+
+
+def _by_channel(recorder: GradientRecorder, func: Any, x: Tensor, param: Tensor | None) -> Tensor:
+    """Run an element-wise operation on activations (B, C, ...) and a parameter (C,)."""
+    return x if param is None else recorder._apply(func, x.movedim(1, -1), param).movedim(-1, 1)
 
 
 def _convolution(
@@ -456,13 +447,7 @@ def _convolution(
     sizes = [(one,) * size if isinstance(one, int) else tuple(one) for one in (stride, padding, dilation)]
     leaf, put = recorder._begin(weight)
     found = operations.Convolution.apply(input, leaf, put, recorder.record.samples, (*sizes, groups))
-    if bias is None:
-        return found
-    if recorder._param(bias) is None:
-        return found + bias.view(-1, *[1] * size)
-    leaf, put = recorder._begin(bias)
-    every = operations.Expand.apply(leaf, put, recorder.record.samples)
-    return found + every.view(*every.shape, *[1] * size)
+    return _by_channel(recorder, torch.add, found, bias)
 
 
 def _grouped(recorder: GradientRecorder, func: Any, x_RD: Tensor, weights_EFD: Tensor, ends_E: Any) -> Tensor:

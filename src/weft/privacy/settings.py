@@ -9,8 +9,6 @@ from typing import Any
 from weft.config.privacy.section import BudgetSection
 from weft.errors import PlanError
 
-ACCOUNTANTS = ("prv", "pld")
-
 
 @dataclass(frozen=True, slots=True)
 class Privacy:
@@ -118,6 +116,11 @@ def _problems(privacy: Privacy) -> list[str]:
         value = getattr(privacy, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             found.append(f"privacy.{name}={value:g}: it is a positive number. Use {name}=1.0.")
+    return [*found, *_other_problems(privacy)]
+
+
+def _other_problems(privacy: Privacy) -> list[str]:
+    found: list[str] = []
     if privacy.unit_records < 0 or (privacy.unit == "sample" and privacy.unit_records):
         found.append(
             f"privacy.unit_records={privacy.unit_records}: it limits the records of a unit that has several. Use "
@@ -125,8 +128,10 @@ def _problems(privacy: Privacy) -> list[str]:
         )
     if privacy.unit != "sample" and privacy.canaries:
         found.append(f"privacy.canaries={privacy.canaries}: canaries are single samples. Use unit=sample, or none.")
-    if privacy.accountant not in ACCOUNTANTS:
-        found.append(f"privacy.accountant={privacy.accountant}: it is prv or pld. Use accountant=prv.")
-    if privacy.passes not in (0, 1, 2):
-        found.append(f"privacy.passes={privacy.passes}: it is 1, 2, or 0 to choose. Use passes=0.")
+    for name, known, rule in _CHOICES:
+        if (value := getattr(privacy, name)) not in known:
+            found.append(f"privacy.{name}={value}: it is {rule}. Use {name}={known[0]}.")
     return found
+
+
+_CHOICES = (("accountant", ("prv", "pld"), "prv or pld"), ("passes", (0, 1, 2), "1, 2, or 0 to choose"))

@@ -46,8 +46,8 @@ class PrivacySection(BudgetSection):
     unit_records: Count = 0
     """Most records of a unit in a step, chosen at random; 0: all. Limits the memory of units with many records."""
     passes: Literal[0, 1, 2] = 0
-    """Passes of a microbatch; 0: one if the plan allows it and the factors of the largest draw fit into half of the free
-    memory, else two, which take less."""
+    """Passes of a microbatch; 0: one if the plan allows it and the factors of the largest draw fit into half of the
+    free memory, else two, which take less."""
     canaries: Count = 0
     """Records whose presence a coin decides, for `weft privacy audit`: about half of them are never drawn."""
 

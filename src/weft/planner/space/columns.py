@@ -91,7 +91,7 @@ class Job:
 
     @property
     def linears(self) -> list[tuple[float, float, float]]:
-        """(inputs, outputs, count per average layer) of the matrices between embedding and head, but stacked experts."""
+        """(inputs, outputs, count per average layer) of the matrices between embedding and head, without experts."""
         shape = self.shape
         if isinstance(shape, TracedShape):
             return [(float(rows), float(wide), count / shape.layers) for rows, wide, count in shape.traced.linears]

@@ -37,8 +37,7 @@ from weft.train.engines.gpu_kernels import GpuKernels
 from weft.train.engines.replica_engine import OtherWorlds
 from weft.train.joined_rank import JoinedRank
 from weft.train.privacy.batches import DrawnBatches
-from weft.train.privacy.records import PrivateRecords, private_records
-from weft.train.privacy.run import private_update
+from weft.train.privacy.records import PrivateRecords, private_records, private_update
 from weft.train.states.averaged_weights import check_averages
 from weft.train.states.model_state import packed_source
 from weft.train.step.evaluation import RankForwards

@@ -1,4 +1,4 @@
-"""Records that a private run draws: samples of a task, or sequences of its token files, and their units."""
+"""Records that a private run draws: samples of a task, or sequences of its token files, in units; and its settings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from weft.comm.mesh import Mesh
 from weft.config.run_config import RunConfig
 from weft.data.order.loader import build_batch
 from weft.errors import ConfigError, DataError
+from weft.privacy.settings import privacy_of
+from weft.privacy.update import PrivateUpdate
 from weft.train.batches.data_share import MapDataset
+from weft.train.folder import RunFolder
 from weft.train.privacy.units import Units, numbered_values
 from weft.train.tasks.base import Task
 from weft.train.tasks.decoder import DecoderTask
@@ -74,6 +78,13 @@ def private_records(config: RunConfig, task: Task) -> PrivateRecords:
         return _text_records(config, task)
     samples = single_records(task, f"privacy.epsilon={config.privacy.epsilon:g}")
     return records_of(samples, task.collate, config.privacy.unit)
+
+
+def private_update(config: RunConfig, records: PrivateRecords, folder: RunFolder, mesh: Mesh) -> PrivateUpdate:
+    """Return the noise and account of a run. All ranks call it. Raises PlanError for impossible settings."""
+    section, train, key = config.privacy, config.train, str(folder.path / "privacy.key")
+    more = {name: getattr(section, name) for name in ("unit", "unit_records", "passes", "canaries")}
+    return PrivateUpdate(privacy_of(section, len(records), train.global_batch, train.steps, key, **more), mesh)
 
 
 def _text_records(config: RunConfig, task: DecoderTask) -> PrivateRecords:
