@@ -52,7 +52,11 @@ def test_bad_file_is_refused(tmp_path, text, why):
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ("plan=dp_replicate=2", "a client trains in one worker process, without ranks or local SGD. Use a plan of one"),
+        (
+            "plan=tp=2",
+            "plan=tp=2: clients are tested with dp_replicate, dp_shard and zero=0 to 2, without local SGD. Use",
+        ),
+        ("plan=dp_shard=2 zero=3", "clients are tested with dp_replicate, dp_shard and zero=0 to 2, without local SGD"),
         ("plan=auto", "plan=auto: the planner plans for several ranks. Use plan=dp_replicate=1."),
         ("plan=precision=fp16", "plan.precision=fp16: its loss scale depends on earlier steps"),
         ("train.epochs=2", "train.epochs: the file of a federated run sets local_epochs. Leave train.epochs out."),

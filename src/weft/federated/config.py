@@ -140,10 +140,10 @@ def _check_base(text: str, is_private: bool, epochs: float | None) -> None:
     plan = Plan.parse(text, 1) if not text.startswith("auto") else None
     if plan is None:
         raise ConfigError("plan=auto: the planner plans for several ranks. Use plan=dp_replicate=1.")
-    if plan.world_size != 1 or plan.sync != "step":
+    if plan.world_size != plan.dp_size or plan.zero == 3 or plan.sync != "step":
         raise ConfigError(
-            f"plan={text}: a client trains in one worker process, without ranks or local SGD. Use a plan of one rank, "
-            "such as plan=accumulation=2."
+            f"plan={text}: clients are tested with dp_replicate, dp_shard and zero=0 to 2, without local SGD. Use a "
+            "plan of these, such as plan=dp_replicate=2."
         )
     if plan.precision == "fp16":
         raise ConfigError(

@@ -143,7 +143,7 @@ def run_federated(config: FederatedConfig, folder: Path, pool: Pool, note: Note)
 
     def collect(trainer: ClientTrainer, state: ServerState, key: bytes | None) -> Collected:
         chosen = participants(config, sizes, trainer.batch, state.round, key)
-        _train(folder, state.round, chosen, pool)
+        _train(folder, state.round, chosen, trainer.num_ranks, pool)
         files = [update_file(folder, state.round, client) for client in chosen.steps]
         return Collected(chosen, [lambda file=file: read_update(file) for file in files])
 
@@ -174,7 +174,7 @@ def run_rounds(
             secret key of a private run.
         note: prints a line.
     """
-    trainer = ClientTrainer(config, folder)
+    trainer = ClientTrainer(config, folder, alone=True)
     ledger, key = _account(config, folder, trainer, clients)
     if not (folder / STATE).exists():
         ServerState(0, trainer.weights()).save(folder / STATE)
@@ -222,14 +222,14 @@ def _account(
     return PrivacyLedger(privacy), read_key(privacy.key)
 
 
-def _train(folder: Path, round_: int, chosen: Participants, pool: Pool) -> None:
-    """Train the clients of a round that have no update yet."""
+def _train(folder: Path, round_: int, chosen: Participants, ranks: int, pool: Pool) -> None:
+    """Train the clients of a round that have no update yet. ranks: ranks of a client."""
     if not chosen.steps:
         return
     own = folder / "rounds" / f"{round_:06d}"
     own.mkdir(parents=True, exist_ok=True)
     items = [
-        {"folder": str(folder), "round": round_, "client": client, "steps": steps}
+        {"folder": str(folder), "round": round_, "client": client, "steps": steps, "ranks": ranks}
         for client, steps in chosen.steps.items()
     ]
     try:

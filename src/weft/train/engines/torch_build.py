@@ -42,7 +42,7 @@ from weft.train.states.averaged_weights import check_averages
 from weft.train.states.model_state import packed_source
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
-from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter
+from weft.train.weights.run_adapter import set_values, started_values, with_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     reads = adapted(model) is not None or not is_resumed
     noise = embedding_noise(model, config.train.neftune_alpha, config.train.seq_len)
     _lay_out(job, mesh, model, weights, reads=reads, noise=noise)
-    start_adapter(model, started)
+    set_values(model, started)
     kernels.choose_convolutions(model)
     if (second := task.second_model(mesh.plan)) is not None:
         _lay_out(job, mesh, second.requires_grad_(False), task.second_weights(second), reads=True)
