@@ -54,7 +54,7 @@ def test_bad_file_is_refused(tmp_path, text, why):
     [
         (
             "plan=tp=2",
-            "plan=tp=2: clients are tested with dp_replicate, dp_shard and zero=0 to 2, without local SGD. Use",
+            "plan=tp=2: clients are tested with dp_replicate, dp_shard and zero=0 to 2, without local SGD.",
         ),
         ("plan=dp_shard=2 zero=3", "clients are tested with dp_replicate, dp_shard and zero=0 to 2, without local SGD"),
         ("plan=auto", "plan=auto: the planner plans for several ranks. Use plan=dp_replicate=1."),
