@@ -14,37 +14,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from weft.comm.gpu_settings import pick_device
 from weft.comm.mesh import build_mesh
-from weft.config.fields.layout import Layout
 from weft.config.files import parse_config
 from weft.config.partitioning import microbatch_samples
 from weft.config.plan import Plan
-from weft.config.run_config import RunConfig
 from weft.data.order.stream import permutation
 from weft.devices import access
 from weft.errors import ConfigError
 from weft.federated.config import FederatedConfig
 from weft.federated.updates import ClientUpdate, Tensors, read_tensors, write_update
-from weft.optim.build import build_optimizer, freeze
+from weft.optim.build import build_optimizer
 from weft.optim.schedule import lr_factor
-from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
-from weft.parallel.zero.magnitudes import load_base
 from weft.train.batches.data_share import MapDataset, Share
 from weft.train.batches.microbatches import Microbatches
 from weft.train.engine import Evaluation, derive_seed
 from weft.train.folder import RunFolder
 from weft.train.losses import GlobalBatchLoss, GroupLoss, LossFn
 from weft.train.privacy.records import refuse_streams, single_records
-from weft.train.states.model_state import capture_model, packed_source
+from weft.train.states.model_state import capture_model
 from weft.train.step.evaluation import evaluate_run
 from weft.train.step.train_step import TrainStep
-from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
-from weft.train.weights.run_adapter import set_values, started_values, with_adapter
+from weft.train.weights.built_model import built_model
+from weft.train.weights.run_adapter import set_values
 from weft.verify.rank_pool import RankPool
 
 #: Files of a federated run's folder.
@@ -84,7 +79,7 @@ class ClientTrainer:
             )
         self.num_ranks = plan.world_size
         self.mesh = build_mesh(plan.replace(dp_replicate=1, dp_shard=1, zero=0) if alone else plan, device)
-        self.model = _built(self.task, self._base, self.mesh)
+        self.model = built_model(self.task, self._base, self.mesh)
         self._engine = data_parallel(self.model)
         named = [(name, param) for name, param in self.model.named_parameters()]
         optimizer = build_optimizer(named, self._base.full_optimizer, self._base.seed)
@@ -208,24 +203,6 @@ class ClientTrainer:
         names = {*map(name_of, self._engine.local_weights()), *(name_of(one) for one, _ in self.model.named_buffers())}
         slices = self._engine.model_slices()
         return list(dict.fromkeys(one.name for one in slices if one.name in names and one.flat.is_floating_point()))
-
-
-def _built(task: Task, config: RunConfig, mesh: Any) -> nn.Module:
-    base = task.initial_model(mesh.plan)
-    weights = task.initial_weights(base)
-    model = with_adapter(base, config)
-    weights = None if weights is None else packed_source(model, weights)
-    freeze(model, config.optimizer)
-    started = started_values(model, config)
-    layout = Layout.read(config.layout) if config.layout else None
-    parallelize(
-        model, mesh, layout=layout, seed=config.seed, filled_later=weights is not None,
-        norm_group=config.train.norm_group, bf16_layers=config.train.bf16_layers, fp8_recipe=config.train.fp8_recipe,
-    )  # fmt: skip
-    if weights is not None:
-        load_base(model, weights)
-    set_values(model, started)
-    return model
 
 
 @contextmanager

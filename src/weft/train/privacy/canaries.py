@@ -10,8 +10,6 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.data.batches import move_batch
 from weft.errors import ConfigError
-from weft.parallel.parallelize import parallelize
-from weft.parallel.zero.magnitudes import load_base
 from weft.privacy.audit import Canaries, choose_canaries
 from weft.privacy.gradients import sample_losses
 from weft.privacy.keys import read_key
@@ -21,7 +19,7 @@ from weft.train.losses import CheckedLoss
 from weft.train.privacy.records import private_records
 from weft.train.states.model_state import load_model
 from weft.train.tasks.registry import find_task
-from weft.train.weights.run_adapter import with_adapter
+from weft.train.weights.built_model import built_model
 
 #: Canaries of one forward.
 _AT_ONCE = 64
@@ -45,14 +43,8 @@ def canary_scores(folder: RunFolder, checkpoint: Checkpoint, device: torch.devic
     samples = records.samples
     key = read_key(config.privacy.key or str(folder.path / "privacy.key"))
     canaries = choose_canaries(key, len(samples), config.privacy.canaries)
-    plan = Plan(precision=folder.plan().precision)
-    base = task.initial_model(plan)
-    weights = task.initial_weights(base)
-    mesh = build_mesh(plan, device)
-    model = parallelize(with_adapter(base, config), mesh, seed=config.seed, filled_later=weights is not None)
-    if weights is not None:
-        load_base(model, weights)
-    model.eval()
+    mesh = build_mesh(Plan(precision=folder.plan().precision), device)
+    model = built_model(task, config, mesh).eval()
     loss = CheckedLoss(task.loss, mesh, warns_of_means=False)
 
     @torch.no_grad()
