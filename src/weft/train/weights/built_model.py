@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import nn
 
 from weft.comm.mesh import Mesh
 from weft.config.fields.layout import Layout
+from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.optim.build import freeze
 from weft.parallel.parallelize import parallelize
@@ -13,11 +16,18 @@ from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.tables.host import HostSettings
 from weft.parallel.zero.magnitudes import load_base
 from weft.train.states.model_state import packed_source
-from weft.train.tasks.base import Task
 from weft.train.weights.run_adapter import set_values, started_values, with_adapter
 
 
-def built_model(task: Task, config: RunConfig, mesh: Mesh) -> nn.Module:
+class StartsModel(Protocol):
+    """The methods of a task that `built_model` calls."""
+
+    def initial_model(self, plan: Plan) -> nn.Module: ...
+
+    def initial_weights(self, model: nn.Module) -> StateSource | None: ...
+
+
+def built_model(task: StartsModel, config: RunConfig, mesh: Mesh) -> nn.Module:
     """Return a new run's model, parallelized, with its adapter and initial weights. All ranks call it."""
     base = task.initial_model(mesh.plan)
     weights = task.initial_weights(base)
