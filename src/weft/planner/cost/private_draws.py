@@ -30,7 +30,9 @@ def factor_bytes(job: Job, columns: Columns) -> NDArray[np.float64]:
         thin = job.adapter
         each = job.shape.layers * min(tokens * (thin.width / 2 + thin.products * thin.rank), thin.width * thin.rank)
     else:
-        each += job.shape.layers * math.fsum(count * _of_product(*sizes, tokens) for *sizes, count in job.linears)
+        each += job.shape.layers * math.fsum(
+            count * _of_product(inputs, outputs, tokens) for inputs, outputs, count in job.linears
+        )
     width: Any = np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, np.where(columns.in_fp32, 4.0, 2.0))
     is_one_pass = (columns.zero < 3) & (columns.pp == 1) & (job.private.passes != 2)
     return np.where(is_one_pass, columns.microbatch * each * width / columns.tp, 0.0)

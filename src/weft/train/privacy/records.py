@@ -73,8 +73,9 @@ def private_records(config: RunConfig, task: Task) -> PrivateRecords:
         ConfigError: if the task's batches are not made of single records, or a record mixes units.
         DataError: if there are no records, or a record has no value in the unit's column.
     """
-    is_text = isinstance(task, DecoderTask) and type(task).batches is DecoderTask.batches
-    if is_text and type(task).before_step is Task.before_step and type(task).second_model is Task.second_model:
+    if isinstance(task, DecoderTask) and all(
+        getattr(type(task), name) is getattr(DecoderTask, name) for name in ("batches", "before_step", "second_model")
+    ):
         return _text_records(config, task)
     samples = single_records(task, f"privacy.epsilon={config.privacy.epsilon:g}")
     return records_of(samples, task.collate, config.privacy.unit)
