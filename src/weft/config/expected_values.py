@@ -105,7 +105,7 @@ Node = dict[str, object]
 
 @functools.cache
 def _schema(root: type[Section]) -> Node:
-    """Return the JSON schema of a section, with the schemas of its tables in place of references."""
+    """Return the JSON schema of a section, without references to definitions."""
     schema = cast(Node, root.model_json_schema())
     definitions = cast(dict[str, Node], schema.pop("$defs", {}))
     return cast(Node, _resolved(schema, definitions))

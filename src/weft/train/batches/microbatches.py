@@ -162,6 +162,7 @@ class Microbatches:
         total: samples in the global batch. Used only with `samples`.
         any_number: accept another number of microbatches than the plan's, except in a pipeline, because the ranks
             agreed on it.
+        records: if samples are units of privacy, the number of records of each, by microbatch.
 
     Raises:
         ModelError: if `batches`, `samples` and `rows` differ in length.

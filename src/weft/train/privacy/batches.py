@@ -57,9 +57,11 @@ class DrawnBatches(IndexedBatches):
         self._division = share.size, share.microbatches, share.rank
 
     def batches_ahead(self, step: int) -> list[Any]:
+        """Return the microbatches of a step. The next draw is not read ahead."""
         return self.batches(step)
 
     def batches(self, step: int) -> list[Any]:
+        """Return the microbatches of a step's draw."""
         drawn = self._update.draw_records(step, self._records.units)
         made = drawn_batch(self._records, drawn, step, self._division)
         if self._pins:

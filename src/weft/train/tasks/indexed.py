@@ -55,9 +55,11 @@ class IndexedBatches:
 
     @property
     def samples_per_epoch(self) -> int:
+        """Number of samples."""
         return len(self._samples)
 
     def batches(self, step: int) -> list[Any]:
+        """Return the microbatches of a step."""
         return self._build_batch(step, None)
 
     def batches_ahead(self, step: int) -> list[Any]:
@@ -106,6 +108,7 @@ class IndexedBatches:
         return found
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
+        """Return the microbatches of some steps, which a thread builds ahead."""
         return _Ahead(self, start_step, end_step)
 
     def close(self) -> None:
@@ -113,6 +116,7 @@ class IndexedBatches:
         _close(self._samples)
 
     def state_at(self, num_samples: int) -> dict[str, int]:
+        """Return the epoch and the position in it after `num_samples` samples."""
         epoch, index = divmod(num_samples, len(self._samples))
         return {"epoch": epoch, "index": index}
 

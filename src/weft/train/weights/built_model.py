@@ -44,7 +44,7 @@ def lay_out(
     config: RunConfig, mesh: Mesh, model: nn.Module, weights: StateSource | None, *, reads: bool = True,
     noise: tuple[str, float] | None = None,
 ) -> None:  # fmt: skip
-    """Parallelize a model by a config's settings, and read its weights. All ranks call it.
+    """Apply a config's settings and the plan to a model, and read its weights. All ranks call it.
 
     Args:
         weights: source of the weights, or None if the model has them.
