@@ -47,7 +47,8 @@ def numbered_values(samples: MapDataset, column: str, setting: str = "column") -
 
 
 def _value(sample: Any, column: str, index: int, setting: str) -> Any:
-    value, known = None, "none"
+    value: Any = None
+    known = "none"
     if isinstance(sample, Mapping):
         names = (column, "labels") if column == "label" else (column,)
         value = next((sample[name] for name in names if name in sample), None)
@@ -57,7 +58,8 @@ def _value(sample: Any, column: str, index: int, setting: str) -> Any:
         value = sample[place] if place < len(sample) else None
         known = ", ".join(map(str, range(len(sample))))
     if callable(item := getattr(value, "item", None)):
-        value = item() if getattr(value, "size", 1) == 1 or getattr(value, "numel", lambda: 1)() == 1 else None
+        count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
+        value = item() if count == 1 else None
     if value is None or value == "" or value != value or isinstance(value, list | tuple | dict):
         raise DataError(
             f"{setting}={column}: record {index} has no single value in it. Its columns: {known}. Fill the gap, or use "
