@@ -58,20 +58,10 @@ class PrivateUpdate:
         self._is_checked = False
 
     @property
-    def clip(self) -> float:
-        """Largest norm of a sample's gradient."""
-        return self.privacy.clip
-
-    @property
     def most_drawn(self) -> int:
         """Number of units that no step draws more of, except with probability 1e-6 in a run."""
         privacy = self.privacy
         return min(privacy.records, most_drawn(privacy.batch, privacy.rate, privacy.steps))
-
-    @property
-    def expected(self) -> float:
-        """Expected number of samples of a step, which divides gradient sums."""
-        return float(self.privacy.batch)
 
     def draw(self, step: int) -> np.ndarray:
         """Return the units of a step, int64, in ascending order. step: steps done before."""
@@ -135,7 +125,7 @@ class PrivateUpdate:
         self._check_places()
         noise = self.privacy.noise
         assert noise is not None
-        add_noise(self._places.items(), self._key, self.ledger.count, noise * self.clip * factor)
+        add_noise(self._places.items(), self._key, self.ledger.count, noise * self.privacy.clip * factor)
         self.ledger.add()
 
     def _check_places(self) -> None:

@@ -72,7 +72,7 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as
     from weft.privacy.accounting import Steps, epsilon_of
 
     step, account = _account(run)
-    history = [Steps(float(noise), float(rate), int(count)) for noise, rate, count in account["steps"]]
+    history = Steps.of_json(account["steps"])
     delta, is_test = float(account["delta"]), bool(account["is_test"])
     spent = {name: epsilon_of(history, delta, name) for name in ("prv", "pld")}
     if as_json:
@@ -111,7 +111,7 @@ def audit(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as_
     folder = RunFolder(folder_of("RUN", run.partition("@")[0]))
     scores, canaries = canary_scores(folder, load_checkpoint(one_of(run)), torch.device("cpu"))
     found = bound_of(scores, canaries.is_in, float(account["delta"]))
-    history = [Steps(float(noise), float(rate), int(count)) for noise, rate, count in account["steps"]]
+    history = Steps.of_json(account["steps"])
     stated = epsilon_of(history, float(account["delta"]))
     is_above = found.epsilon > stated
     if as_json:

@@ -49,7 +49,7 @@ class PrivateAccumulate(Accumulate):
         update: PrivateUpdate,
     ):  # fmt: skip
         super().__init__(model, forward, loss, meter)
-        self.gradients = SampleGradients(model, mesh, update.clip)
+        self.gradients = SampleGradients(model, mesh, update.privacy.clip)
         self._is_sharded, self._mesh, self._update = mesh.plan.zero == 3, mesh, update
         #: 1 or 2; 0 until the first step chooses by memory.
         self.passes = update.privacy.passes or (2 if self._is_sharded or mesh.plan.pp > 1 else 0)
