@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -25,19 +23,24 @@ def samples(**options):
     [
         ("clients = 4\n", "local_steps: exactly one of local_steps and local_epochs is set. Use local_steps = 10."),
         ("local_steps = 1\n", "clients=0: split = 'equal' needs their number. Use clients = 20."),
-        (GOOD + "rounds = 0\n", "rounds=0: it is at least 1 and at most 1e+06. Use 10."),
-        (GOOD + "rounds = 1.5\n", "rounds=1.5: it is a whole number. Leave it out for the default."),
-        (GOOD + "split = 'equl'\n", "split=equl: it is equal, dirichlet, column. Did you mean 'equal'?"),
+        (GOOD + "rounds = 0\n", "rounds=0: a whole number from 1 to 1000000 is needed. Use e.g. rounds=10."),
+        (GOOD + "rounds = 1.5\n", "rounds=1.5: a whole number from 1 to 1000000 is needed."),
+        (GOOD + "split = 'equl'\n", "split=equl: one of equal, dirichlet, column is needed. Did you mean 'equal'?"),
         (GOOD + "alpha = 0.1\n", "alpha=0.1: it belongs to split = 'dirichlet'. Leave it out."),
         (GOOD + "sampled = 5\n", "sampled=5: there are 4 clients. Use at most that number."),
         (GOOD + "split = 'column'\ncolumn = 'user'\n", "clients=4: each value of the column is a client. Leave"),
         (GOOD + "[server]\nmu = 0.1\n", "server.mu: only method = 'fedprox' reads it. Leave it out."),
         (GOOD + "[server]\nmethod = 'fedadam'\n", "server.lr: fedadam's steps do not follow the size of updates"),
         (GOOD + "[server]\nmethod = 'fedadam'\nmomentum = 0.9\n", "server.momentum: fedadam has beta1 instead. Leave"),
-        (GOOD + "[server]\ntrim = 0.5\nmethod = 'trimmed_mean'\n", "server.trim=0.5: it is at least 0 and below 0.5."),
-        (GOOD + "[faults]\ndrop = 1.0\n", "faults.drop=1.0: it is at least 0 and below 1. Use 0."),
+        (GOOD + "[server]\ntrim = 0.5\nmethod = 'trimmed_mean'\n", "server.trim=0.5: a number from 0 and below 0.5 is"),
+        (
+            GOOD + "[faults]\ndrop = 1.0\n",
+            "faults.drop=1.0: a number from 0 and below 1 is needed. Use e.g. faults.drop=0.0",
+        ),
         (GOOD + "[privacy]\ndelta = 0.1\n", "privacy.epsilon: [privacy] has neither epsilon nor noise. Set epsilon"),
-        (GOOD + "server = 3\n", "server=3: it is a table. Write [server]."),
+        (GOOD + "client = 3\n", "unknown key 'client'. Did you mean 'clients'?"),
+        (GOOD + "base = ''\n", "unknown key 'base'."),
+        (GOOD + "server = 3\n", "server=3: a table is needed. Write its keys below a line [server], or"),
     ],
 )
 def test_bad_file_is_refused(tmp_path, text, why):
@@ -49,7 +52,11 @@ def test_bad_file_is_refused(tmp_path, text, why):
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ("plan=dp_replicate=2", "a client trains in one worker process, without ranks or local SGD. Use a plan of one"),
+        (
+            "plan=tp=2",
+            "plan=tp=2: clients are tested with dp_replicate, dp_shard and zero=0 to 2, without local SGD.",
+        ),
+        ("plan=dp_shard=2 zero=3", "clients are tested with dp_replicate, dp_shard and zero=0 to 2, without local SGD"),
         ("plan=auto", "plan=auto: the planner plans for several ranks. Use plan=dp_replicate=1."),
         ("plan=precision=fp16", "plan.precision=fp16: its loss scale depends on earlier steps"),
         ("train.epochs=2", "train.epochs: the file of a federated run sets local_epochs. Leave train.epochs out."),
@@ -63,8 +70,8 @@ def test_bad_clients_config_is_refused(tmp_path, setting, why):
 
 @pytest.mark.parametrize("alpha", [0.05, 0.3, 100.0])
 def test_each_record_belongs_to_one_client(alpha):
-    settings = FederatedConfig("", clients=20, split="dirichlet", alpha=alpha, local_steps=1)
-    for config in (settings, replace(settings, split="equal")):
+    settings = FederatedConfig(base="", clients=20, split="dirichlet", alpha=alpha, local_steps=1)
+    for config in (settings, settings.model_copy(update={"split": "equal"})):
         parts = split_records(config, samples())
         assert sorted(np.concatenate(parts)) == list(range(RECORDS))
         assert min(map(len, parts)) >= 1
@@ -74,8 +81,8 @@ def test_each_record_belongs_to_one_client(alpha):
 
 def test_small_alpha_gives_clients_few_labels():
     labels = np.array([int(one["labels"]) for one in samples()])
-    settings = FederatedConfig("", clients=5, split="dirichlet", alpha=0.05, local_steps=1)
-    skewed, even = (split_records(replace(settings, alpha=alpha), samples()) for alpha in (0.05, 1000.0))
+    settings = FederatedConfig(base="", clients=5, split="dirichlet", alpha=0.05, local_steps=1)
+    skewed, even = (split_records(settings.model_copy(update={"alpha": alpha}), samples()) for alpha in (0.05, 1000.0))
 
     def purity(parts):
         return np.mean([np.bincount(labels[part]).max() / len(part) for part in parts])
@@ -84,19 +91,19 @@ def test_small_alpha_gives_clients_few_labels():
 
 
 def test_clients_by_column():
-    config = FederatedConfig("", split="column", column="user", local_steps=1)
+    config = FederatedConfig(base="", split="column", column="user", local_steps=1)
     assert [part[:2].tolist() for part in split_records(config, samples())] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(DataError, match=r"column=user: record 5 has no single value in it. Its columns: x, labels, us"):
         split_records(config, samples(gap=5))
     with pytest.raises(DataError, match=r"column=usr: record 0 has no single value"):
-        split_records(replace(config, column="usr"), samples())
+        split_records(config.model_copy(update={"column": "usr"}), samples())
     with pytest.raises(DataError, match=r"clients=61: there are 60 records. Use at most that number of clients."):
-        split_records(FederatedConfig("", clients=61, local_steps=1), samples())
+        split_records(FederatedConfig(base="", clients=61, local_steps=1), samples())
 
 
 def test_faults_follow_their_rates_and_are_functions_of_round_and_client():
     faults = FaultSettings(drop=0.2, straggle=0.5, late="partial")
-    config = FederatedConfig("", clients=1000, sampled=600, local_steps=9, seed=1, faults=faults)
+    config = FederatedConfig(base="", clients=1000, sampled=600, local_steps=9, seed=1, faults=faults)
     first, again, later = (participants(config, [5] * 1000, 8, round_, None) for round_ in (0, 0, 1))
     assert first == again
     assert set(first.steps) != set(later.steps)
@@ -105,14 +112,15 @@ def test_faults_follow_their_rates_and_are_functions_of_round_and_client():
     assert first.dropped + len(first.steps) == 600
     assert sum(steps < 9 for steps in first.steps.values()) > 0.3 * len(first.steps)
     assert min(first.steps.values()) >= 1
-    out = participants(replace(config, faults=replace(faults, late="out")), [5] * 1000, 8, 0, None)
+    left_out = config.model_copy(update={"faults": FaultSettings(drop=0.2, straggle=0.5)})
+    out = participants(left_out, [5] * 1000, 8, 0, None)
     assert set(out.steps.values()) == {9}
     assert set(out.steps) < set(first.steps)
     assert len(out.steps) == len(first.steps) - first.late
 
 
 def test_private_rounds_draw_clients_independently():
-    config = FederatedConfig("", clients=1000, sampled=100, local_steps=1)
+    config = FederatedConfig(base="", clients=1000, sampled=100, local_steps=1)
     counts = [len(participants(config, [5] * 1000, 8, round_, b"k" * 32).steps) for round_ in range(40)]
     assert len(set(counts)) > 5
     assert abs(np.mean(counts) - 100) < 8

@@ -175,6 +175,15 @@ def test_clients_do_not_depend_on_earlier_ones(tmp_path, options, plan):
     assert ("1.running_mean" in one.delta) == bool(options)
 
 
+@pytest.mark.parametrize("plan", [" dp_replicate=2", pytest.param(" dp_shard=2 zero=2", marks=pytest.mark.full)])
+def test_clients_of_several_ranks(tmp_path, plan):
+    """They send the same updates as clients of one rank, with momentum and dropout."""
+    for name, own in (("one", ""), ("two", plan)):
+        train(write_config(tmp_path / name, FAULTY, plan=own), tmp_path / name / "out")
+    found, want = (weights(tmp_path / name / "out") for name in ("two", "one"))
+    assert max(float((found[name] - one).abs().max()) for name, one in want.items()) < 1e-10
+
+
 def test_fedprox_adds_the_distance(tmp_path):
     text = ALL_AT_ONCE + "[server]\nmethod = 'fedprox'\nmu = 0.7\n"
     file = write_config(tmp_path, text, kind="PlainPoints", settings=["optimizer.momentum=0.0"], plan=" accumulation=2")
@@ -208,7 +217,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     shutil.rmtree(tmp_path / "federated")
     file.write_text(file.read_text() + "local_stps = 3\n")
     assert run(["federate", str(file)]) == 2
-    assert "local_stps: there is no such key. Did you mean 'local_steps'?" in capsys.readouterr().err
+    assert "unknown key 'local_stps'. Did you mean 'local_steps'?" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.federated.runs import train, weights, write_config
+from weft.config.privacy.section import BudgetSection
 from weft.errors import ConfigError, PlanError
-from weft.federated.config import ClientPrivacy, FederatedConfig, ServerSettings, client_privacy
+from weft.federated.config import FederatedConfig, ServerSettings, client_privacy
 from weft.federated.server import Server, ServerState
 from weft.federated.updates import ClientUpdate
 from weft.privacy.accounting import Steps, epsilon_of
@@ -98,7 +99,9 @@ def test_state_survives_a_file(tmp_path):
 
 
 def test_private_round_clips_and_adds_noise_once():
-    settings = replace(config(weights="equal"), privacy=ClientPrivacy(noise=0.8, delta=1e-2, clip=0.5), sampled=5)
+    settings = config(weights="equal").model_copy(
+        update={"privacy": BudgetSection(noise=0.8, delta=1e-2, clip=0.5), "sampled": 5}
+    )
     ledger, key = PrivacyLedger(client_privacy(settings, 7, "test:3")), read_key("test:3")
     server = Server(settings, state(), (), ledger, key)
     result = server.step(range(6), [lambda one=one: one for one in updates(0, 6)])

@@ -17,7 +17,7 @@ from weft.config.plan import Plan
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.adapters import add_adapter
 from weft.models.decoder import Decoder
-from weft.privacy.draws import drawn
+from weft.privacy.draws import drawn, some_of
 from weft.privacy.keys import read_key
 from weft.privacy.noise import noise_at
 from weft.privacy.settings import Privacy
@@ -28,7 +28,7 @@ LIMIT = 1e-10
 
 @dataclass(frozen=True)
 class PrivateCase:
-    """One run. `noise` 0 leaves noise out, for a comparison of the clipped sums alone."""
+    """One run. `noise` 0 leaves noise out, for a comparison of the clipped sums alone. most: records of a user."""
 
     model: str
     plan: str = ""
@@ -37,6 +37,8 @@ class PrivateCase:
     batch: int = 6
     clip: float = 0.5
     passes: int = 0
+    by_user: bool = False
+    most: int = 0
 
 
 class Net(nn.Module):
@@ -78,12 +80,17 @@ def make(kind: str) -> nn.Module:
     return model
 
 
-def records() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def users() -> np.ndarray:
+    """Return the user of each record: 8 users with 1, 3, 5, ... and 11 records."""
+    return np.floor(np.sqrt(np.arange(RECORDS))).astype(np.int64)
+
+
+def records() -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (RECORDS, TOKENS + 1), generator=random)
     labels = ids[:, 1:].clone()
     labels[::3, :2] = -100
-    return list(zip(ids[:, :-1], labels, strict=True))
+    return list(zip(ids[:, :-1], labels, users().tolist(), strict=True))
 
 
 def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,9 +100,10 @@ def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def settings(case: PrivateCase) -> Privacy:
+    unit = {"unit": "2", "unit_records": case.most} if case.by_user else {}
     return Privacy(
-        RECORDS, case.batch, case.steps, delta=1e-3, noise=max(case.noise, 1e-9), clip=case.clip, key=KEY,
-        passes=case.passes,
+        8 if case.by_user else RECORDS, case.batch, case.steps, delta=1e-3, noise=max(case.noise, 1e-9),
+        clip=case.clip, key=KEY, passes=case.passes, **unit,
     )  # fmt: skip
 
 
@@ -120,16 +128,20 @@ def train(case: PrivateCase) -> dict[str, torch.Tensor]:
 
 
 def plain(case: PrivateCase) -> dict[str, torch.Tensor]:
-    """Train by a loop over single samples. Return the weights."""
+    """Train by a loop over single samples, or single users. Return the weights."""
     model, data, key = make(case.model), records(), read_key(KEY)
+    units = [np.flatnonzero(users() == user) for user in range(8)] if case.by_user else np.arange(RECORDS)[:, None]
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW([param for _, param in named], lr=1e-2)
     for step in range(case.steps):
         sums = {name: torch.zeros_like(param) for name, param in named}
-        for index in drawn(key, step, RECORDS, case.batch / RECORDS).tolist():
-            ids, labels = (one[None] for one in data[index])
-            total, count = loss_fn(model(ids), (ids, labels))
-            grads = torch.autograd.grad(total / count, [param for _, param in named])
+        for unit in drawn(key, step, len(units), case.batch / len(units)).tolist():
+            losses: list[torch.Tensor] = []
+            for index in some_of(key, step, unit, units[unit], case.most):
+                ids, labels = (one[None] for one in data[index][:2])
+                total, count = loss_fn(model(ids), (ids, labels))
+                losses.append(total / count)
+            grads = torch.autograd.grad(torch.stack(losses).mean(), [param for _, param in named])
             norm = sum(float(grad.square().sum()) for grad in grads) ** 0.5
             for (name, _), grad in zip(named, grads, strict=True):
                 sums[name] += grad * min(1.0, case.clip / norm)

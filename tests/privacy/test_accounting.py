@@ -8,9 +8,10 @@ import random
 import numpy as np
 import pytest
 
+from weft.config.privacy.section import most_drawn
 from weft.errors import PlanError
 from weft.privacy.accounting import Steps, epsilon_of, noise_for
-from weft.privacy.draws import drawn, most_drawn
+from weft.privacy.draws import drawn
 from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.settings import Privacy
 
@@ -85,4 +86,4 @@ def test_draws_are_poisson():
     sizes = np.array([len(drawn(b"k" * 32, step, 1000, 0.05)) for step in range(400)])
     assert abs(sizes.mean() - 50) < 5 * math.sqrt(47.5 / 400)
     assert abs(sizes.var() - 47.5) < 15
-    assert sizes.max() <= most_drawn(1000, 0.05, 400)
+    assert sizes.max() <= most_drawn(50, 0.05, 400)

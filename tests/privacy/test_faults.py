@@ -69,7 +69,7 @@ def divisor_of_the_draw(patch):
 
 def a_sample_twice(patch):
     make = batches.drawn_batch
-    patch.setattr(batches, "drawn_batch", lambda data, records, *rest: make(data, [*records, records[0]], *rest))
+    patch.setattr(batches, "drawn_batch", lambda data, drawn, *rest: make(data, [*drawn, drawn[0]], *rest))
 
 
 def a_layer_left_out(patch):

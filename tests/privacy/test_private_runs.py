@@ -122,19 +122,67 @@ def test_plan_prints_noise(capsys):
     assert row["most_drawn"] > 100
 
 
-@pytest.mark.full
-def test_tasks_of_streams_are_refused(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("word " * 2000)
-    words = [
-        f"data.train={text}",
-        "privacy.epsilon=8",
-        "privacy.delta=1e-5",
-        f"run.dir={tmp_path}",
-        "launch.device=cpu",
-    ]
-    assert run(["train", *words]) == 2
-    assert "makes batches of a stream or of several records, so no record can be drawn" in capsys.readouterr().err
+TEXT = """
+[model]
+name = "tiny"
+dim = 16
+num_layers = 1
+num_heads = 2
+num_kv_heads = 2
+[data]
+train = "texts.jsonl"
+packing = "pad"
+holdout = 0.0
+cache_dir = "cache"
+[train]
+global_batch = 4
+steps = 4
+seq_len = 16
+[schedule]
+kind = "constant"
+warmup_steps = 0
+[checkpoint]
+every = 2
+[eval]
+every = 0
+[sample]
+every = 0
+[launch]
+device = "cpu"
+[privacy]
+delta = 1e-3
+noise = 1.0
+key = "test:2"
+unit = "document"
+"""
+
+
+FULL_PLANS = [pytest.param(plan, marks=pytest.mark.full) for plan in ("dp_replicate=2", "auto")]
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=1", *FULL_PLANS])
+def test_documents_of_token_files(tmp_path, monkeypatch, capsys, plan):
+    """Documents of several sequences are drawn whole, and a resumed run draws the same ones."""
+    monkeypatch.chdir(tmp_path)
+    texts = ["word " * (1 + 3 * n % 20) + str(n) for n in range(30)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = tmp_path / "text.toml"
+    config.write_text(f'plan = "{plan}"\n{TEXT}')
+    assert train(config, "whole")[0] == 0
+    assert train(config, "parts", "train.steps=2")[0] == 0
+    assert train(config, "parts")[0] == 0
+    whole, parts = weights(tmp_path / "runs/whole"), weights(tmp_path / "runs/parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    capsys.readouterr()
+    assert run(["privacy", "report", str(tmp_path / "runs/parts"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["unit"], report["records"], report["steps"]) == ("document", 30, [[1.0, 4 / 30, 4]])
+    for number, (setting, why) in enumerate((
+        ("data.packing=fit", "sequences of a stream pack several documents, so clipping a sequence bounds none"),
+        ("privacy.unit=user", "privacy.unit=user: token files keep no columns. Use unit=document, or unit=sample"),
+    )):  # fmt: skip
+        assert train(config, f"refused-{number}", setting)[0] == 2
+        assert why in capsys.readouterr().err
 
 
 @pytest.mark.full

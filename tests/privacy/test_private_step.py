@@ -32,6 +32,33 @@ def test_one_rank(model, passes):
         assert_same(train(case), case)
 
 
+@pytest.mark.parametrize("model", ["net", "tied", "experts", "lora"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_units_of_several_records(model, passes):
+    """The gradient of a user is the mean over its records, which is clipped once."""
+    options = {"batch": 3, "by_user": True, "most": 4 if passes == 2 else 0}
+    case = PrivateCase(model, "accumulation=2" if passes == 2 else "", passes=passes, **options)
+    assert difference(train(case), plain(case)) <= LIMIT
+
+
+USERS = {"batch": 3, "by_user": True, "steps": 3}
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=2 accumulation=2", "pp=2 microbatches=2"])
+def test_units_of_two_ranks(plan, ranks2):
+    case = PrivateCase("gpt2", plan, **USERS)
+    for found in ranks2.run(train, case):
+        assert difference(found, plain(case)) <= LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "tp=2", "tp=2 sp=on", "dp_replicate=2", "pp=2 microbatches=3"])
+def test_units_of_two_ranks_and_other_plans(plan, ranks2):
+    case = PrivateCase("gpt2", plan, **USERS)
+    for found in ranks2.run(train, case):
+        assert difference(found, plain(case)) <= LIMIT
+
+
 def test_ten_steps_with_empty_draws():
     case = PrivateCase("net", steps=10, batch=1)
     assert_same(train(case), case)

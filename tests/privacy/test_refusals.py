@@ -11,7 +11,7 @@ from tests.privacy.private_cases import KEY, RECORDS, PrivateCase, decoder, loss
 from weft.comm.ledger import Ledger as Traffic
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.errors import CheckpointError, ConfigError, ModelError, PlanError
+from weft.errors import CheckpointError, ConfigError, DataError, ModelError, PlanError
 from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.settings import Privacy
@@ -24,8 +24,9 @@ SETTINGS = [
     ({"batch": 200}, "privacy.batch=200: a step draws at most the 100 records. Use a batch of at most 100."),
     ({"noise": None}, "privacy.epsilon: neither epsilon nor noise is set. Set epsilon=8, or noise=1.0."),
     ({"clip": 0.0}, "privacy.clip=0: it is a positive number. Use clip=1.0."),
-    ({"unit": "user"}, "privacy.unit=user: Weft protects single samples. Use unit=sample, with one sample for each "
-     "person or document."),
+    ({"unit": "user", "canaries": 5}, "privacy.canaries=5: canaries are single samples. Use unit=sample, or none."),
+    ({"unit_records": 3}, "privacy.unit_records=3: it limits the records of a unit that has several. Use "
+     "unit_records=0, or a column as unit."),
     ({"accountant": "rdp"}, "privacy.accountant=rdp: it is prv or pld. Use accountant=prv."),
     ({"passes": 3}, "privacy.passes=3: it is 1, 2, or 0 to choose. Use passes=0."),
     ({"records": 0}, "privacy.records=0: it is a number from 1 on. Use records=1000."),
@@ -160,7 +161,7 @@ def test_packed_positions():
 def test_tasks_with_steps_of_their_own(tmp_path):
     from tests.privacy.private_task import Points
     from weft.config.run_config import RunConfig
-    from weft.train.privacy.run import private_samples
+    from weft.train.privacy.records import private_records
 
     class Changed(Points):
         def before_step(self, batches):
@@ -171,11 +172,14 @@ def test_tasks_with_steps_of_their_own(tmp_path):
             return super().batches(share)
 
     config = RunConfig.model_validate({"privacy": {"epsilon": 8.0, "delta": 1e-5}})
-    assert len(private_samples(config, Points())) == 200
-    with pytest.raises(ConfigError, match="Changed has a before_step of its own, and steps that compute more than the"):
-        private_samples(config, Changed())
-    with pytest.raises(ConfigError, match="Streamed makes batches of a stream or of several records, so no record can"):
-        private_samples(config, Streamed())
+    assert len(private_records(config, Points())) == 200
+    for task, name in ((Changed(), "before_step"), (Streamed(), "batches")):
+        with pytest.raises(ConfigError, match=f"{type(task).__name__} has a {name} of its own, so its steps are not m"):
+            private_records(config, task)
+    by_user = RunConfig.model_validate({"privacy": {"epsilon": 8.0, "delta": 1e-5, "unit": "2"}})
+    assert len(private_records(by_user, Points())) == 15
+    with pytest.raises(DataError, match=r"privacy.unit=2: record 7 has no single value in it. Its columns: 0, 1, 2."):
+        private_records(by_user, Points(gap=7))
 
 
 PLANS = [
@@ -226,8 +230,13 @@ def test_plans_and_models(model, plan, text, ranks2):
 
 def test_other_records():
     run, _, step = script(PrivateCase("net"))
-    with pytest.raises(PlanError, match=f"privacy.records={RECORDS}: the data set has 50 records. Use records=50."):
+    with pytest.raises(PlanError, match=f"privacy.records={RECORDS}: the data set has 50, one for each record. Use"):
         next(run.private_batches(records()[:50], step))
+    run, _, step = script(PrivateCase("net", batch=3, by_user=True))
+    with pytest.raises(
+        PlanError, match=r"privacy.records=8: the data set has 7, one for each value of 2. Use records="
+    ):
+        next(run.private_batches(records()[:49], step))
 
 
 def test_key_files(tmp_path):

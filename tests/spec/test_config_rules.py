@@ -219,9 +219,6 @@ CASES = [
     ("privacy-fits-the-plan", [*PRIVATE, "plan=dp_replicate=2 recompute=full"],
      "privacy.epsilon=8: plan.recompute=full: with privacy, the recorder does not see a forward that runs again in "
      "backward. Use recompute=none."),
-    ("privacy-needs-a-plan", [*PRIVATE, "plan=auto"],
-     "privacy.epsilon=8: the planner does not count per-sample gradients. Write the plan, such as "
-     "plan='dp_replicate=*'."),
     ("privacy-needs-torch", [*PRIVATE, "launch.engine=jax"],
      "privacy.epsilon=8: the JAX engine has no private steps. Use launch.engine=torch."),
     ("privacy-needs-delta", ["privacy.epsilon=8", "privacy.delta=0"],

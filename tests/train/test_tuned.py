@@ -26,6 +26,7 @@ from weft.monitor.events import read_events
 from weft.parallel.state.flat_slices import read_full
 from weft.train.batches.data_share import Share
 from weft.train.preparation import prepare_run
+from weft.train.privacy.records import private_records
 from weft.train.rank_run import run_rank
 from weft.train.tasks import classification
 from weft.train.tasks.decoder_loss import perplexity
@@ -351,6 +352,30 @@ def test_each_data_error_is_one_message_with_its_record(config, tmp_path):
     assert error_of("classify", GOOD, BAD, more=["data.train.0.weight=2"]).startswith(
         "data.train.0.weight=2.0: this task reads columns that task.options name, of all records once an epoch. Leave"
     )
+
+
+def test_rows_keep_the_unit_of_privacy(config, tmp_path):
+    """Records of one user have one number, and a record without a user is refused."""
+    words = ["privacy.noise=1.0", "privacy.delta=1e-3", "privacy.unit=user"]
+    users = ["ann", "bob", "ann", 7, 7, "ann", "bob", "carl"]
+    lines = [{"text": f"film {n}", "label": ("good", "bad")[n % 2], "user": user} for n, user in enumerate(users)]
+    path = tmp_path / "users.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = prepare_run(config("classify", f"data.train={path}", "data.holdout=0.0", *words), world_size=1)
+    task = find_task(folder.config())
+    task.open(folder)
+    records = private_records(folder.config(), task)
+    assert sorted(unit.tolist() for unit in records.units) == [[0, 2, 5], [1, 6], [3, 4], [7]]
+    assert set(records.collate([records.samples[0], records.samples[3]])) == {
+        "input_ids", "attention_mask", "token_type_ids", "labels"
+    }  # fmt: skip
+    lines[5]["user"] = None
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = prepare_run(config("classify", f"data.train={path}", "run.name=gap", *words), world_size=1)
+    task = find_task(folder.config())
+    task.open(folder)
+    with pytest.raises(DataError, match=r"privacy.unit=user: record 5 has no single value in it. Its columns: "):
+        private_records(folder.config(), task)
 
 
 def test_class_names_in_parquet_metadata_are_used(config, tmp_path):

@@ -1,4 +1,4 @@
-"""Error messages for wrong config values, generated from the JSON schema of `RunConfig`."""
+"""Error messages for wrong config values, generated from the JSON schema of `RunConfig` or another section."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import cast
 from weft.config.parsing import KeyPath, as_toml, dotted, shown
 from weft.config.plan import PLAN_FIELDS
 from weft.config.run_config import RunConfig
+from weft.config.sections import Section
 from weft.errors import did_you_mean, nearest_name
 
 _BATCH = "train.global_batch=N: samples of one optimizer step over all ranks and accumulation"
@@ -103,31 +104,37 @@ Node = dict[str, object]
 
 
 @functools.cache
-def _schema() -> Node:
-    return RunConfig.model_json_schema()
+def _schema(root: type[Section]) -> Node:
+    """Return the JSON schema of a section, without references to definitions."""
+    schema = cast(Node, root.model_json_schema())
+    definitions = cast(dict[str, Node], schema.pop("$defs", {}))
+    return cast(Node, _resolved(schema, definitions))
 
 
-def _resolved(node: Node) -> Node:
-    reference = node.get("$ref")
-    if not isinstance(reference, str):
+def _resolved(node: object, definitions: dict[str, Node]) -> object:
+    if isinstance(node, list):
+        return [_resolved(one, definitions) for one in cast(list[object], node)]
+    if not isinstance(node, dict):
         return node
-    definitions = cast(dict[str, Node], _schema()["$defs"])
-    return definitions[reference.rpartition("/")[2]]
+    table = cast(Node, node)
+    if isinstance(reference := table.get("$ref"), str):
+        return _resolved(definitions[reference.rpartition("/")[2]], definitions)
+    return {name: _resolved(one, definitions) for name, one in table.items()}
 
 
 def keys_of(node: Node) -> dict[str, Node]:
     """Return the schemas of a table's keys by name; empty if the node is not a table with fixed keys."""
-    return cast(dict[str, Node], _resolved(node).get("properties", {}))
+    return cast(dict[str, Node], node.get("properties", {}))
 
 
-def node_at(path: KeyPath) -> Node | None:
+def node_at(path: KeyPath, root: type[Section] = RunConfig) -> Node | None:
     """Return the schema of the value at a path, or None for an unknown key."""
-    node: Node | None = _schema()
+    node: Node | None = _schema(root)
     for part in path:
-        node = _child(_resolved(node), part)
+        node = _child(node, part)
         if node is None:
             return None
-    return _resolved(node)
+    return node
 
 
 def _child(node: Node, part: str | int) -> Node | None:
@@ -146,11 +153,11 @@ def types_of(node: Node | None) -> list[object]:
     return [branch.get("type") for branch in _branches(node or {})]
 
 
-def wrong_value(path: KeyPath, value: object) -> str:
+def wrong_value(path: KeyPath, value: object, root: type[Section] = RunConfig) -> str:
     """Return the message for a value that its key does not accept, or for the key if it is unknown."""
-    node = node_at(path)
+    node = node_at(path, root)
     if node is None:
-        return unknown_key(path)
+        return unknown_key(path, root)
     # "0.1" in quotes must not look like the number 0.1.
     is_quoted = isinstance(value, str) and _unquoted(value, _branches(node)) != ""
     is_secret = any(bool(branch.get("x-secret")) for branch in _branches(node))
@@ -159,19 +166,19 @@ def wrong_value(path: KeyPath, value: object) -> str:
     return f"{dotted(path)}={text}: {kinds} is needed. {_remedy(path, node, value)}"
 
 
-def unknown_key(path: KeyPath) -> str:
+def unknown_key(path: KeyPath, root: type[Section] = RunConfig) -> str:
     """Return the message for a key that does not exist."""
     parent, name = path[:-1], str(path[-1])
     text = f"unknown key {shown(dotted(path), 120)!r}."
-    node = node_at(parent) or {}
+    node = node_at(parent, root) or {}
     names = cast(dict[str, list[str]], node.get("propertyNames", {})).get("enum", [])
     siblings = [*keys_of(node), *names]
     near = nearest_name(name, siblings)
-    meant = dotted((*parent, near)) if near else f"plan.{name}" if name in PLAN_FIELDS else ""
-    if not meant:  # a key of another section or another tool
-        sections = reversed(keys_of(_schema()).items())
+    meant = dotted((*parent, near)) if near else ""
+    if not meant and root is RunConfig:  # a key of another section or another tool
+        sections = reversed(keys_of(_schema(root)).items())
         meanings = {key: f"{section}.{key}" for section, node in sections for key in keys_of(node)} | OTHER_NAMES
-        meant = meanings.get(nearest_name(name.lower(), meanings), "")
+        meant = f"plan.{name}" if name in PLAN_FIELDS else meanings.get(nearest_name(name.lower(), meanings), "")
     if meant:
         return f"{text} Write {meant}." if "=" in meant else f"{text} Did you mean '{meant}'?"
     table = f"[{dotted(parent)}]" if parent else "A config"
@@ -181,7 +188,7 @@ def unknown_key(path: KeyPath) -> str:
 def _branches(node: Node) -> list[Node]:
     """Return the alternative schemas of a key's value, without null."""
     options = cast(list[Node], node.get("anyOf", [node]))
-    return [_resolved(option) for option in options if option.get("type") != "null"]
+    return [option for option in options if option.get("type") != "null"]
 
 
 def _kind(node: Node) -> str:
@@ -199,9 +206,9 @@ def _kind(node: Node) -> str:
         case "boolean":
             return "true or false"
         case "array" if elements:
-            return f"a list of {len(elements)} values, each {_kind(_resolved(elements[0]))},"
+            return f"a list of {len(elements)} values, each {_kind(elements[0])},"
         case "array" if not _has_tables(node):
-            return f"a list of values, each {_kind(_resolved(cast(Node, node.get('items', {}))))},"
+            return f"a list of values, each {_kind(cast(Node, node.get('items', {})))},"
         case "array":
             return "a list of at least one table" if node.get("minItems") else "a list of tables"
         case "object":
@@ -212,7 +219,7 @@ def _kind(node: Node) -> str:
 
 def _has_tables(node: Node) -> bool:
     """Return True if the elements of a list are tables."""
-    return _resolved(cast(Node, node.get("items", {}))).get("type") == "object"
+    return cast(Node, node.get("items", {})).get("type") == "object"
 
 
 def _names(node: Node) -> list[str]:

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -29,7 +29,10 @@ from weft.config.parsing import (
 from weft.config.plan import PLAN_FIELDS, Plan, auto_fields
 from weft.config.rules.config_rules import config_problems, in_config
 from weft.config.run_config import RunConfig
+from weft.config.sections import Section
 from weft.errors import ConfigError, PlanError, Problem, did_you_mean, nearest_name
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,7 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
     named = {dotted(key): origin for key, origin in origins.items()}
     if file is not None and _name_run(tables, file):
         named["run.name"] = name
-    config, wrong = _validated(tables)
+    config, wrong = validated(tables, RunConfig)
     for problem in [*found, *wrong]:
         problems.append(replace(problem, origin=origin_of(named, [problem.field], name)))
     broken = {problem.field for problem in problems}
@@ -330,15 +333,18 @@ def _read_plan(tables: dict[str, object]) -> list[Problem]:
     return []
 
 
-def _validated(tables: dict[str, object]) -> tuple[RunConfig, list[Problem]]:
-    """Return the config, with defaults instead of wrong values, and the problems."""
+def validated(tables: dict[str, object], kind: type[SectionT]) -> tuple[SectionT, list[Problem]]:
+    """Return the tables as a section, with defaults instead of wrong values, and the problems.
+
+    Wrong values are removed from the tables.
+    """
     problems: list[Problem] = []
     while True:
         try:
-            return RunConfig.model_validate(tables), problems
+            return kind.model_validate(tables), problems
         except ValidationError as error:
             wrong = _wrong_paths(error, tables)
-            problems += [_type_problem(path, kind, tables) for path, kind in wrong.items()]
+            problems += [_type_problem(path, why, tables, kind) for path, why in wrong.items()]
             for path in wrong:
                 _remove(tables, path)
 
@@ -374,16 +380,16 @@ def _existing(tables: dict[str, object], location: KeyPath) -> tuple[KeyPath, bo
     return location, True
 
 
-def _type_problem(path: KeyPath, kind: str, tables: dict[str, object]) -> Problem:
+def _type_problem(path: KeyPath, kind: str, tables: dict[str, object], root: type[Section]) -> Problem:
     if kind == "missing":
         example = first_line(path[:-1], str(path[-1]))
         return Problem(dotted(path), f"{dotted(path)}: this key is missing. Add e.g. {example}.")
-    if kind == "extra_forbidden" or node_at(path) is None:
-        return Problem(dotted(path), unknown_key(path))
+    if kind == "extra_forbidden" or node_at(path, root) is None:
+        return Problem(dotted(path), unknown_key(path, root))
     node: object = tables
     for part in path:
         node = cast(dict[str | int, object], node)[part]
-    return Problem(dotted(path), wrong_value(path, node))
+    return Problem(dotted(path), wrong_value(path, node, root))
 
 
 def _remove(tables: dict[str, object], path: KeyPath) -> None:

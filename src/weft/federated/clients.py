@@ -6,9 +6,8 @@ run with another number of workers, trains the same clients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from weft.federated.config import FederatedConfig
 from weft.privacy.draws import drawn
 from weft.train.batches.data_share import MapDataset
 from weft.train.engine import derive_seed
+from weft.train.privacy.units import Units, numbered_values
 
 _SAMPLED, _DROPPED, _LATE, _FEWER = range(4)
 
@@ -29,13 +29,13 @@ def split_records(config: FederatedConfig, samples: MapDataset) -> list[np.ndarr
     """
     total = len(samples)
     if config.split == "column":
-        return _by_column(samples, config.column)
+        return list(Units.of(numbered_values(samples, config.column)))
     if total < config.clients:
         raise DataError(f"clients={config.clients}: there are {total} records. Use at most that number of clients.")
     random = np.random.Generator(np.random.Philox(derive_seed(config.seed, total, config.clients)))
     if config.split == "equal":
         return [np.sort(part) for part in np.array_split(random.permutation(total), config.clients)]
-    return _dirichlet(_labels(samples), config.clients, config.alpha, random)
+    return _dirichlet(numbered_values(samples, "label"), config.clients, config.alpha, random)
 
 
 def _dirichlet(labels: np.ndarray, clients: int, alpha: float, random: np.random.Generator) -> list[np.ndarray]:
@@ -50,41 +50,6 @@ def _dirichlet(labels: np.ndarray, clients: int, alpha: float, random: np.random
         if not part:
             part.append(max(parts, key=len).pop())
     return [np.array(sorted(part), dtype=np.int64) for part in parts]
-
-
-def _labels(samples: MapDataset) -> np.ndarray:
-    found = [_column(samples[index], "label", index) for index in range(len(samples))]
-    return np.unique(np.array([str(one) for one in found]), return_inverse=True)[1]
-
-
-def _by_column(samples: MapDataset, column: str) -> list[np.ndarray]:
-    values: dict[str, list[int]] = {}
-    for index in range(len(samples)):
-        values.setdefault(str(_column(samples[index], column, index)), []).append(index)
-    return [np.array(values[name], dtype=np.int64) for name in sorted(values)]
-
-
-def _column(sample: Any, column: str, index: int) -> Any:
-    """Return a value of a sample: a key of a dict, or an index of a tuple. "label" is (x, label) or labels, too."""
-    value: Any = None
-    if isinstance(sample, Mapping):
-        names = (column, "labels") if column == "label" else (column,)
-        value = next((sample[name] for name in names if name in sample), None)
-        known = ", ".join(map(str, sample))
-    elif isinstance(sample, Sequence):
-        place = 1 if column == "label" else int(column) if column.isdecimal() else len(sample)
-        value = sample[place] if place < len(sample) else None
-        known = ", ".join(map(str, range(len(sample))))
-    else:
-        known = "none"
-    if callable(item := getattr(value, "item", None)):
-        value = item() if getattr(value, "size", 1) == 1 or getattr(value, "numel", lambda: 1)() == 1 else None
-    if value is None or value == "" or value != value or isinstance(value, list | tuple | dict):
-        raise DataError(
-            f"column={column}: record {index} has no single value in it. Its columns: {known}. Fill the gap, or use "
-            "another column."
-        )
-    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.config.files import parse_config
+from weft.config.plan import Plan
 from weft.errors import ConfigError, MissingExtra
 from weft.federated.clients import Participants, local_steps, participants, split_records
 from weft.federated.config import FederatedConfig, read_federated
@@ -60,6 +62,10 @@ def flower_app(
     settings = config if isinstance(config, FederatedConfig) else read_federated(Path(config))
     if settings.faults.drop or settings.faults.straggle:
         raise ConfigError("faults.drop: clients of Flower have faults of their own. Leave [faults] out.")
+    if (ranks := Plan.parse(parse_config(settings.base, "config").config.plan, 1).world_size) > 1:
+        raise ConfigError(
+            f"plan: {ranks} ranks, and a client of Flower trains in one process. Use plan=dp_replicate=1."
+        )
     if not settings.clients:
         raise ConfigError(
             "clients=0: Flower's server waits for a number of clients. Use another split, and clients = 20."

@@ -31,9 +31,7 @@ from weft.federated.trainer import (
     RUN,
     STATE,
     ClientTrainer,
-    client_samples,
     read_clients,
-    refuse_streams,
     update_file,
     write_clients,
 )
@@ -44,6 +42,7 @@ from weft.pools.task_folder import locked_folder
 from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import PrivacyLedger
 from weft.train.folder import RunFolder
+from weft.train.privacy.records import single_records
 from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
 
@@ -94,10 +93,10 @@ def _claim(folder: Path, config: FederatedConfig, has_records: bool) -> None:
     else:
         task = prepared_task(config, folder)
         if has_records:
-            refuse_streams(task)
-            write_clients(folder / CLIENTS, split_records(config, client_samples(task)))
+            samples = single_records(task, f"task.name={task.config.task.name}")
+            write_clients(folder / CLIENTS, split_records(config, samples))
         replace_text(folder / "base.toml", config.base)
-    replace_text(about, json.dumps(config.to_json(), indent=1) + "\n")
+    replace_text(about, config.model_dump_json(indent=1) + "\n")
 
 
 def prepared_task(config: FederatedConfig, folder: Path) -> Task:
@@ -116,25 +115,16 @@ _EARLY = (CLIENTS, "base.toml", "model.json", "data.json", "tokenizer", "privacy
 
 def _refuse_other(about: Path, config: FederatedConfig) -> None:
     try:
-        known = FederatedConfig.of_json(json.loads(about.read_bytes())).identity()
-    except (ValueError, TypeError, KeyError) as error:
+        known = FederatedConfig.model_validate_json(about.read_bytes()).identity()
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{about}: it is damaged. Give another --out.") from error
     for key, value in config.identity().items():
-        before, now = known[key], json.loads(json.dumps(value))
-        if key == "base":
-            before, now = _without_rounds(before), _without_rounds(now)
-        if before != now:
+        if known[key] != value:
             what = "the clients' config" if key == "base" else key
             raise ConfigError(
                 f"{about.parent}: its run began with another value of {what}. Restore it to continue, or give another "
                 "--out."
             )
-
-
-def _without_rounds(text: str) -> dict[str, Any]:
-    config = parse_config(text, "config").config.model_dump()
-    config["train"]["steps"] = 0
-    return config
 
 
 def run_federated(config: FederatedConfig, folder: Path, pool: Pool, note: Note) -> FederatedResult:
@@ -153,7 +143,7 @@ def run_federated(config: FederatedConfig, folder: Path, pool: Pool, note: Note)
 
     def collect(trainer: ClientTrainer, state: ServerState, key: bytes | None) -> Collected:
         chosen = participants(config, sizes, trainer.batch, state.round, key)
-        _train(folder, state.round, chosen, pool)
+        _train(folder, state.round, chosen, trainer.num_ranks, pool)
         files = [update_file(folder, state.round, client) for client in chosen.steps]
         return Collected(chosen, [lambda file=file: read_update(file) for file in files])
 
@@ -184,7 +174,7 @@ def run_rounds(
             secret key of a private run.
         note: prints a line.
     """
-    trainer = ClientTrainer(config, folder)
+    trainer = ClientTrainer(config, folder, alone=True)
     ledger, key = _account(config, folder, trainer, clients)
     if not (folder / STATE).exists():
         ServerState(0, trainer.weights()).save(folder / STATE)
@@ -227,20 +217,19 @@ def _account(
             f"privacy.clip={config.privacy.clip:g}: clients average the buffer {buffers[0]}, and noise makes running "
             "statistics useless. Use a model without batch norm, such as one with group norm."
         )
-    name = config.privacy.key or str(folder / "privacy.key")
-    privacy = client_privacy(config, clients, name).resolved()
-    create_key(name)
-    return PrivacyLedger(privacy), read_key(name)
+    privacy = client_privacy(config, clients, str(folder / "privacy.key")).resolved()
+    create_key(privacy.key)
+    return PrivacyLedger(privacy), read_key(privacy.key)
 
 
-def _train(folder: Path, round_: int, chosen: Participants, pool: Pool) -> None:
-    """Train the clients of a round that have no update yet."""
+def _train(folder: Path, round_: int, chosen: Participants, ranks: int, pool: Pool) -> None:
+    """Train the clients of a round that have no update yet. ranks: ranks of a client."""
     if not chosen.steps:
         return
     own = folder / "rounds" / f"{round_:06d}"
     own.mkdir(parents=True, exist_ok=True)
     items = [
-        {"folder": str(folder), "round": round_, "client": client, "steps": steps}
+        {"folder": str(folder), "round": round_, "client": client, "steps": steps, "ranks": ranks}
         for client, steps in chosen.steps.items()
     ]
     try:

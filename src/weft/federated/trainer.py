@@ -1,4 +1,4 @@
-"""Local training of clients in one process: the model is built once, and each client starts from the server's weights.
+"""Local training of clients: the model is built once, and each client starts from the server's weights.
 
 `train_client` is the function that a pool's workers call.
 """
@@ -14,39 +14,38 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from weft.comm.gpu_settings import pick_device
 from weft.comm.mesh import build_mesh
-from weft.config.fields.layout import Layout
 from weft.config.files import parse_config
 from weft.config.partitioning import microbatch_samples
 from weft.config.plan import Plan
-from weft.config.run_config import RunConfig
 from weft.data.order.stream import permutation
-from weft.errors import ConfigError, DataError
+from weft.devices import access
+from weft.errors import ConfigError
 from weft.federated.config import FederatedConfig
 from weft.federated.updates import ClientUpdate, Tensors, read_tensors, write_update
-from weft.optim.build import build_optimizer, freeze
+from weft.optim.build import build_optimizer
 from weft.optim.schedule import lr_factor
-from weft.parallel.parallelize import parallelize
-from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.gradients import data_parallel
-from weft.parallel.zero.magnitudes import load_base
 from weft.train.batches.data_share import MapDataset, Share
 from weft.train.batches.microbatches import Microbatches
 from weft.train.engine import Evaluation, derive_seed
 from weft.train.folder import RunFolder
 from weft.train.losses import GlobalBatchLoss, GroupLoss, LossFn
-from weft.train.states.model_state import packed_source
+from weft.train.privacy.records import refuse_streams, single_records
+from weft.train.states.model_state import capture_model
 from weft.train.step.evaluation import evaluate_run
 from weft.train.step.train_step import TrainStep
-from weft.train.tasks.base import Task
 from weft.train.tasks.registry import find_task
-from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter
+from weft.train.weights.built_model import built_model
+from weft.train.weights.run_adapter import set_values
+from weft.verify.rank_pool import RankPool
 
 #: Files of a federated run's folder.
 STATE, CLIENTS, RUN = "state.safetensors", "clients.npz", "federated.json"
+#: Seconds after which ranks of a client count as hung. The pool's timeout is usually shorter.
+_LONGEST_S = 24 * 3600.0
 #: First part of the seeds of local steps.
 _STEPS = 4
 
@@ -57,23 +56,30 @@ class ClientTrainer:
     Args:
         config: the federated run.
         folder: its folder, with the task's prepared data.
+        alone: build the model on this process, whatever the plan, to evaluate it.
 
     Attributes:
         batch: records of a local step.
+        num_ranks: ranks of the plan.
 
     Raises:
         ConfigError: if the task's batches are not made of single records.
     """
 
-    def __init__(self, config: FederatedConfig, folder: Path):
+    def __init__(self, config: FederatedConfig, folder: Path, *, alone: bool = False):
         self.config, self._base = config, parse_config(config.base, "config").config
         self.task = find_task(self._base)
         self.task.open(RunFolder(folder, resolved=self._base))
-        refuse_streams(self.task)
+        refuse_streams(self.task, f"task.name={self._base.task.name}")
         self.batch = self._base.train.global_batch
         plan, device = Plan.parse(self._base.plan, 1), pick_device(self._base.launch.device, 0)
-        self.mesh = build_mesh(plan, device)
-        self.model = _built(self.task, self._base, self.mesh)
+        if plan.world_size > 1 and access.is_accelerator(device):
+            raise ConfigError(
+                f"plan={plan}: clients of several ranks train on CPUs. Use launch.device=cpu, or plan=dp_replicate=1."
+            )
+        self.num_ranks = plan.world_size
+        self.mesh = build_mesh(plan.replace(dp_replicate=1, dp_shard=1, zero=0) if alone else plan, device)
+        self.model = built_model(self.task, self._base, self.mesh)
         self._engine = data_parallel(self.model)
         named = [(name, param) for name, param in self.model.named_parameters()]
         optimizer = build_optimizer(named, self._base.full_optimizer, self._base.seed)
@@ -87,28 +93,30 @@ class ClientTrainer:
         self._groups = [
             copy.deepcopy({k: v for k, v in one.items() if k != "params"}) for one in optimizer.param_groups
         ]
-        averaged = {one.name for one in self._slices()}
         saved_name = self._engine.axes.saved_name
+        #: Names of the tensors that clients send: trained weights and floating-point buffers.
+        self._sent = self._names()
         #: Initial values of the buffers that clients do not send, such as integer counters.
         self._own_buffers = [
-            (one, one.clone()) for name, one in self.model.named_buffers() if saved_name(name) not in averaged
+            (one, one.clone()) for name, one in self.model.named_buffers() if saved_name(name) not in self._sent
         ]
 
     @cached_property
     def samples(self) -> MapDataset:
         """The training records of all clients."""
-        return client_samples(self.task)
+        return single_records(self.task, f"task.name={self._base.task.name}")
 
     def weights(self) -> Tensors:
-        """Return copies of the trained weights and floating-point buffers by name, on the CPU."""
+        """Return copies of the trained weights and floating-point buffers by name, on the CPU. All ranks call it."""
         self._step.wait_for_weights()
-        return {one.name: one.flat.detach().cpu().clone().view(one.part.shape) for one in self._slices()}
+        found = capture_model(self.model)
+        return {name: found[name].detach().cpu().clone() for name in self._sent}
 
     @property
     def float_buffers(self) -> list[str]:
         """Names of the buffers that clients average, such as running statistics."""
         trained = {self._engine.axes.saved_name(name) for name in self._engine.local_weights()}
-        return [one.name for one in self._slices() if one.name not in trained]
+        return [name for name in self._sent if name not in trained]
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -117,12 +125,9 @@ class ClientTrainer:
         optimizer.state.clear()
         for group, first in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(first))
-        for one in self._slices():
-            one.flat.copy_(weights[one.name].reshape(-1))
-            one.bring_home()
+        set_values(self.model, weights)
         for buffer, first in self._own_buffers:
             buffer.copy_(first)
-        self._engine.publish()
         if self.config.server.method == "fedprox":
             trained = [param for param in self.model.parameters() if param.requires_grad]
             self._anchors = [(param, param.detach().clone()) for param in trained]
@@ -156,7 +161,7 @@ class ClientTrainer:
             end = min(len(records), start + size - len(chosen))
             chosen += [int(records[order(place)]) for place in range(start, end)]
         micro = self.mesh.plan.microbatches_per_step
-        own = microbatch_samples(size, 1, micro, 0)
+        own = microbatch_samples(size, self.mesh.data.size, micro, self.mesh.data.rank)
         batch = Microbatches.of_samples(lambda at: self.samples[chosen[at]], own, self.task.collate, total=size)
         factor = lr_factor(round_, config.rounds, base.schedule)
         for group in self._step.optimizer.param_groups:
@@ -193,50 +198,11 @@ class ClientTrainer:
             self.set_weights(weights)
             return evaluate_run(self.model, batches, self.mesh, self.task)
 
-    def _slices(self) -> list[FlatSlice]:
+    def _names(self) -> list[str]:
         name_of = self._engine.axes.saved_name
         names = {*map(name_of, self._engine.local_weights()), *(name_of(one) for one, _ in self.model.named_buffers())}
-        return [
-            one for one in self._engine.model_slices()
-            if one.name in names and one.flat.is_floating_point()
-        ]  # fmt: skip
-
-
-def refuse_streams(task: Task) -> None:
-    """Raise ConfigError if a task's batches are not made of single records."""
-    for name in ("batches", "before_step", "second_model"):
-        if getattr(type(task), name) is not getattr(Task, name):
-            raise ConfigError(
-                f"task.name={task.config.task.name}: {type(task).__name__} has a {name} of its own, so its records "
-                "cannot be divided among clients. Use a task with one sample for each record, such as classify_text, "
-                "or a Task of your own."
-            )
-
-
-def client_samples(task: Task) -> MapDataset:
-    """Return a task's training records. Raises DataError if it is empty."""
-    samples = task.samples("train")
-    if samples is None or not len(samples):
-        raise DataError("task: it has no training samples. Let samples('train') return some.")
-    return samples
-
-
-def _built(task: Task, config: RunConfig, mesh: Any) -> nn.Module:
-    base = task.initial_model(mesh.plan)
-    weights = task.initial_weights(base)
-    model = with_adapter(base, config)
-    weights = None if weights is None else packed_source(model, weights)
-    freeze(model, config.optimizer)
-    started = started_values(model, config)
-    layout = Layout.read(config.layout) if config.layout else None
-    parallelize(
-        model, mesh, layout=layout, seed=config.seed, filled_later=weights is not None,
-        norm_group=config.train.norm_group, bf16_layers=config.train.bf16_layers, fp8_recipe=config.train.fp8_recipe,
-    )  # fmt: skip
-    if weights is not None:
-        load_base(model, weights)
-    start_adapter(model, started)
-    return model
+        slices = self._engine.model_slices()
+        return list(dict.fromkeys(one.name for one in slices if one.name in names and one.flat.is_floating_point()))
 
 
 @contextmanager
@@ -254,8 +220,9 @@ def one_thread() -> Iterator[None]:
 
 
 class _Warm:
-    """The trainer of this process and the weights of its round."""
+    """The trainer of this process and the weights of its round; or the ranks of a plan of several, which have them."""
 
+    ranks: RankPool | None = None
     folder: Path | None = None
     trainer: ClientTrainer
     records: list[np.ndarray]
@@ -277,16 +244,24 @@ def read_clients(path: Path) -> list[np.ndarray]:
 
 
 def train_client(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Train a client in this process, and write its update.
+    """Train a client in this process, or on ranks that it starts once, and write its update.
 
     Args:
-        item: "folder" of the run, "round", "client", and its number of "steps".
+        item: "folder" of the run, "round", "client", its number of "steps", and the "ranks" of the plan.
     """
-    import json
+    if item["ranks"] == 1:
+        _train(item)
+    else:
+        if _Warm.ranks is None or _Warm.ranks.num_ranks != item["ranks"]:
+            _Warm.ranks = RankPool(item["ranks"], timeout_s=_LONGEST_S)
+        _Warm.ranks.run(_train, item)
+    return {"client": item["client"]}
 
+
+def _train(item: Mapping[str, Any]) -> None:
     folder, round_, client = Path(item["folder"]), int(item["round"]), int(item["client"])
     if _Warm.folder != folder:
-        config = FederatedConfig.of_json(json.loads((folder / RUN).read_bytes()))
+        config = FederatedConfig.model_validate_json((folder / RUN).read_bytes())
         _Warm.trainer, _Warm.records = ClientTrainer(config, folder), read_clients(folder / CLIENTS)
         _Warm.folder, _Warm.round_ = folder, -1
     if _Warm.round_ != round_:
@@ -295,8 +270,8 @@ def train_client(item: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"the server is in round {about['round']}, and the client is to train round {round_}")
         _Warm.weights, _Warm.round_ = weights, round_
     update = _Warm.trainer.train(_Warm.weights, _Warm.records[client], round_, client, int(item["steps"]))
-    write_update(update_file(folder, round_, client), update)
-    return {"client": client}
+    if _Warm.trainer.mesh.rank == 0:
+        write_update(update_file(folder, round_, client), update)
 
 
 def update_file(folder: Path, round_: int, client: int) -> Path:

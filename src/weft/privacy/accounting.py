@@ -28,6 +28,11 @@ class Steps(NamedTuple):
     rate: float
     count: int
 
+    @classmethod
+    def of_json(cls, saved: Iterable[Any]) -> list[Steps]:
+        """Return the steps of an account."""
+        return [cls(float(noise), float(rate), int(count)) for noise, rate, count in saved]
+
 
 def epsilon_of(history: Iterable[Steps], delta: float, accountant: str = "prv") -> float:
     """Return the epsilon of a history of steps; 0 without steps, and infinity without noise.

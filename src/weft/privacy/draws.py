@@ -33,8 +33,10 @@ def drawn(key: bytes, step: int, records: int, rate: float) -> np.ndarray:
     return np.concatenate(found)
 
 
-def most_drawn(records: int, rate: float, steps: int, chance: float = 1e-6) -> int:
-    """Return a size that no step of a run exceeds, except with probability `chance`, by Bernstein's inequality."""
-    mean = records * rate
-    log = float(np.log(steps / chance))
-    return min(records, int(np.ceil(mean + log / 3 + np.sqrt(log * log / 9 + 2 * log * mean * (1 - rate)))))
+def some_of(key: bytes, step: int, unit: int, records: np.ndarray, most: int) -> np.ndarray:
+    """Return `most` of a unit's records in ascending order, chosen by (key, step, unit), or all if `most` is 0."""
+    if not 0 < most < len(records):
+        return records
+    digest = hashlib.blake2b(f"{step}\0{unit}".encode(), key=key, digest_size=16, person=b"weft records").digest()
+    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
+    return np.sort(generator.choice(records, most, replace=False))

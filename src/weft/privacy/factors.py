@@ -9,9 +9,9 @@ B samples, T tokens of a sample, I inputs, O outputs, D features, R rows of expe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ class Use(Protocol):
 
     def per_sample(self) -> Tensor:
         """Return the gradient of each sample, (B, *shape)."""
+        ...
+
+    def joined(self, count: int) -> Use:
+        """Return the use with `count` adjacent samples as one, whose gradient is the sum of theirs."""
         ...
 
 
@@ -80,6 +84,10 @@ class Product:
         x, grad = wide(self.x_BTI), wide(self.grad_BTO)
         return torch.bmm(x.mT, grad) if self.is_transposed else torch.bmm(grad.mT, x)
 
+    def joined(self, count: int) -> Product:
+        x, grad = (_longer(one, count) for one in (self.x_BTI, self.grad_BTO))
+        return Product(x, grad, self.is_transposed)
+
 
 @dataclass(slots=True)
 class EmbeddingRows:
@@ -110,6 +118,9 @@ class EmbeddingRows:
         found = grad.new_zeros(count * self.num_rows, grad.shape[-1])
         return found.index_add_(0, rows.flatten(), grad.flatten(0, 1)).view(count, self.num_rows, -1)
 
+    def joined(self, count: int) -> EmbeddingRows:
+        return EmbeddingRows(_longer(self.ids_BT, count), _longer(self.grad_BTD, count), self.num_rows)
+
 
 @dataclass(slots=True)
 class Direct:
@@ -128,6 +139,9 @@ class Direct:
 
     def per_sample(self) -> Tensor:
         return wide(self.grad_B)
+
+    def joined(self, count: int) -> Direct:
+        return Direct(self.grad_B.unflatten(0, (-1, count)).sum(1))
 
 
 @dataclass(slots=True)
@@ -174,9 +188,25 @@ class ExpertRows:
         hot = torch.nn.functional.one_hot(self.sample_R, self.num_samples).to(self.grad_RO.dtype)
         return torch.stack([self._of_sample(hot[:, index]) for index in range(self.num_samples)])
 
+    def joined(self, count: int) -> ExpertRows:
+        return ExpertRows(self.x_RI, self.grad_RO, self.sample_R // count, self.ends, self.num_samples // count)
+
     def _of_sample(self, is_of_R: Tensor) -> Tensor:
         some = ExpertRows(self.x_RI, self.grad_RO * is_of_R[:, None], torch.zeros_like(self.sample_R), self.ends, 1)
         return wide(some.weighted(None))
+
+
+def kept_bytes(uses: Iterable[Any]) -> int:
+    """Return the bytes of the tensors of some uses. Each storage counts once."""
+    storages: dict[int, int] = {}
+    waiting: list[Any] = list(uses)
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        elif is_dataclass(one):
+            waiting += [getattr(one, field.name) for field in fields(one)]
+    return sum(storages.values())
 
 
 def squared_norms(uses: Sequence[Use]) -> Tensor:
@@ -232,6 +262,11 @@ def clip_weights(norms_B: Tensor, clip: float) -> Tensor:
     """
     norm = norms_B.clamp_min(0).sqrt()
     return torch.where(torch.isfinite(norm), (clip / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0), 0.0)
+
+
+def _longer(rows_BT: Tensor, count: int) -> Tensor:
+    """Return the tokens of `count` adjacent samples as one sample: (B / count, count * T, ...)."""
+    return rows_BT.reshape(len(rows_BT) // count, count * rows_BT.shape[1], *rows_BT.shape[2:])
 
 
 def _times(grad: Tensor, weights: Tensor | None) -> Tensor:

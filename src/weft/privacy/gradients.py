@@ -51,9 +51,9 @@ class SampleGradients:
             )
         return found[1]
 
-    def record(self, samples: int, *, keeps: bool) -> GradientRecord:
-        """Return an empty record for a microbatch."""
-        return GradientRecord(samples, self._owner_of, keeps=keeps)
+    def record(self, samples: int, *, keeps: bool, each: int = 1) -> GradientRecord:
+        """Return an empty record for a microbatch, in which `each` adjacent samples are a unit."""
+        return GradientRecord(samples, self._owner_of, keeps=keeps, each=each)
 
     def recorder(self, record: GradientRecord) -> GradientRecorder:
         """Return the mode that fills a record."""
@@ -115,11 +115,11 @@ class SampleGradients:
         )
 
     def weights(self, records: Sequence[GradientRecord]) -> list[Tensor]:
-        """Return the clipping weight of each sample of each record, (B,) float64. All ranks of tp and pp call it."""
+        """Return the clipping weight of each unit of each record, (units,) float64. All ranks of tp and pp call it."""
         return [clip_weights(norms, self.clip) for norms in self.norms(records)]
 
     def norms(self, records: Sequence[GradientRecord]) -> list[Tensor]:
-        """Return the squared norm of each sample of each record, (B,) float64, equal on all ranks of tp and pp.
+        """Return the squared norm of each unit of each record, (units,) float64, equal on all ranks of tp and pp.
 
         All ranks of tp and pp call it.
         """
@@ -128,7 +128,7 @@ class SampleGradients:
         for axis in (self._tp, self._pp):
             if axis.size > 1:
                 total = all_reduce(total.contiguous(), axis)
-        return list(total.split([record.samples for record in records]))
+        return list(total.split([record.units for record in records]))
 
     def _with_partial(self, record: GradientRecord) -> Tensor:
         total = record.norms(self._device)

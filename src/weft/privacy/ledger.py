@@ -92,7 +92,7 @@ class PrivacyLedger:
                 "or leave privacy out."
             )
         try:
-            steps = [Steps(float(noise), float(rate), int(count)) for noise, rate, count in saved["steps"]]
+            steps = Steps.of_json(saved["steps"])
             is_test, was = bool(saved["is_test"]), {name: saved[name] for name in ("records", "unit", "delta")}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

@@ -7,6 +7,7 @@ receives the `Use`. B samples, T tokens of a sample, I inputs, O outputs, D feat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -157,21 +158,25 @@ class _ConvolutionUse:
         return Direct((outputs @ inputs.mT).reshape(count, *weight.shape))
 
 
+@dataclass(slots=True)
 class _Reshaped:
     """Use of a weight whose matrix form another use describes."""
 
-    def __init__(self, use: Use, shape: tuple[int, ...]):
-        self._use, self._shape = use, shape
+    use: Product
+    shape: tuple[int, ...]
 
     def norms(self) -> Tensor:
-        return self._use.norms()
+        return self.use.norms()
 
     def weighted(self, weights_B: Tensor | None) -> Tensor:
-        return self._use.weighted(weights_B).view(self._shape)
+        return self.use.weighted(weights_B).view(self.shape)
 
     def per_sample(self) -> Tensor:
-        found = self._use.per_sample()
-        return found.view(len(found), *self._shape)
+        found = self.use.per_sample()
+        return found.view(len(found), *self.shape)
+
+    def joined(self, count: int) -> _Reshaped:
+        return _Reshaped(self.use.joined(count), self.shape)
 
 
 class VmapModule(Function):

@@ -21,7 +21,7 @@ from weft.models.experts import Experts, grouped_linear, sort_by_expert
 from weft.parallel.layers.deferred_gradients import DeferredProduct, linear
 from weft.parallel.tensor.linear import Column, columns
 from weft.privacy import operations
-from weft.privacy.factors import Direct, Product, Use, rows_of_samples, squared_norms, summed
+from weft.privacy.factors import Direct, Product, Use, kept_bytes, rows_of_samples, squared_norms, summed
 from weft.privacy.private_torch import without_functions
 
 Put = Callable[[Use], None]
@@ -66,16 +66,20 @@ class _Alias(NamedTuple):
 
 
 class GradientRecord:
-    """Squared gradient norms of one microbatch's samples, and the uses of its parameters.
+    """Squared gradient norms of one microbatch's units, and the uses of its parameters.
+
+    A unit is a sample, or `each` adjacent samples whose gradients are added.
 
     Args:
         samples: number of samples.
         owner_of: returns the owner of a parameter.
         keeps: True to keep the uses, so that `weighted` can compute gradients from them and the norms.
+        each: samples of a unit.
     """
 
-    def __init__(self, samples: int, owner_of: Callable[[nn.Parameter], Owner], *, keeps: bool):
-        self.samples, self._owner_of, self._keeps = samples, owner_of, keeps
+    def __init__(self, samples: int, owner_of: Callable[[nn.Parameter], Owner], *, keeps: bool, each: int = 1):
+        self.samples, self.units, self._each = samples, samples // each, each
+        self._owner_of, self._keeps = owner_of, keeps
         self._entries: dict[int, _Entry] = {}
         self._norms: Tensor | None = None
         self._sums: dict[int, tuple[nn.Parameter, Tensor]] | None = None
@@ -93,7 +97,7 @@ class GradientRecord:
             if self._sums is not None:
                 self._add(self._sums, param, use)
                 return
-            entry.uses.append(use)
+            entry.uses.append(use if self._each == 1 else use.joined(self._each))
             if len(entry.uses) == entry.expected:
                 self._finish(entry)
 
@@ -125,12 +129,17 @@ class GradientRecord:
         if not self._keeps:
             entry.uses = []
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept for `weighted`."""
+        return kept_bytes(use for entry in self._entries.values() for use in entry.uses)
+
     def norms(self, device: torch.device) -> Tensor:
-        """Return this rank's sum of squared norms, (B,) float64, without `partial`. Call it after backward."""
+        """Return this rank's sum of squared norms, (units,) float64, without `partial`. Call it after backward."""
         for entry in self._entries.values():
             if not entry.is_done and entry.uses:
                 self._finish(entry)
-        return torch.zeros(self.samples, dtype=torch.float64, device=device) if self._norms is None else self._norms
+        return torch.zeros(self.units, dtype=torch.float64, device=device) if self._norms is None else self._norms
 
     def add(self, other: GradientRecord) -> None:
         """Add the norms of the same samples on another stage of this rank, after its backward."""
@@ -141,7 +150,7 @@ class GradientRecord:
 
     @torch.no_grad()
     def weighted(self, weights_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the weighted sums of the samples' gradients by parameter, and free their uses."""
+        """Yield the weighted sums of the units' gradients by parameter, and free their uses."""
         for entry in self._entries.values():
             if entry.uses:
                 total = entry.uses[0].weighted(weights_B)
@@ -218,19 +227,14 @@ class GradientRecorder(TorchFunctionMode):
         if name == "__get__":
             of = getattr(owner, "__name__", "")
             if of in ("T", "mT") and found.dim() == 2 and args[0] is found:
-                return self._transposed(func(*args), found)
+                return self._alias(func(*args), found, turns=True)
             if of not in ("T", "mT", "H", "mH", "real", "imag"):
                 return func(*args, **kwargs)
         elif name in _CASTS and args[0] is found:
             result = func(*args, **kwargs)
-            if result is not found:
-                before = self._aliases.get(id(found))
-                alias = _Alias(result.detach(), param, before.is_transposed if before else False)
-                self._aliases[id(alias.tensor)] = alias
-                return alias.tensor
-            return result
+            return result if result is found else self._alias(result, found)
         elif name in ("t", "transpose") and found.dim() == 2 and args[0] is found:
-            return self._transposed(func(*args, **kwargs), found)
+            return self._alias(func(*args, **kwargs), found, turns=True)
         elif name in _ELEMENTWISE and len(args) == 2 and all(isinstance(one, Tensor) for one in args) and not kwargs:
             other = args[1] if args[0] is found else args[0]
             if self._param(other) is None:
@@ -247,10 +251,10 @@ class GradientRecorder(TorchFunctionMode):
             return alias.param
         return None
 
-    def _transposed(self, result: Tensor, of: Tensor) -> Tensor:
-        before, param = self._aliases.get(id(of)), self._param(of)
+    def _alias(self, result: Tensor, of: Tensor, *, turns: bool = False) -> Tensor:
+        param = self._param(of)
         assert param is not None
-        alias = _Alias(result.detach(), param, not (before.is_transposed if before else False))
+        alias = _Alias(result.detach(), param, self._is_transposed(of) != turns)
         self._aliases[id(alias.tensor)] = alias
         return alias.tensor
 
@@ -421,16 +425,12 @@ def _group_norm(
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     found = F.group_norm(input, num_groups, None, None, eps)
-    ones = (1,) * (input.dim() - 2)
-    for operation, param in ((torch.mul, weight), (torch.add, bias)):
-        if param is not None and recorder._param(param) is not None:
-            expanded = recorder._expanded(param, input.new_empty(input.shape[0], 1).expand(-1, len(param)))
-            if expanded is None:
-                raise UnknownUse(recorder._param(param), "group_norm")  # pyright: ignore[reportArgumentType] - not None
-            found = operation(found, expanded.view(*expanded.shape, *ones))
-        elif param is not None:
-            found = operation(found, param.view(-1, *ones))
-    return found
+    return _by_channel(recorder, torch.add, _by_channel(recorder, torch.mul, found, weight), bias)
+
+
+def _by_channel(recorder: GradientRecorder, func: Any, x: Tensor, param: Tensor | None) -> Tensor:
+    """Run an element-wise operation on activations (B, C, ...) and a parameter (C,)."""
+    return x if param is None else recorder._apply(func, x.movedim(1, -1), param).movedim(-1, 1)
 
 
 def _convolution(
@@ -447,13 +447,7 @@ def _convolution(
     sizes = [(one,) * size if isinstance(one, int) else tuple(one) for one in (stride, padding, dilation)]
     leaf, put = recorder._begin(weight)
     found = operations.Convolution.apply(input, leaf, put, recorder.record.samples, (*sizes, groups))
-    if bias is None:
-        return found
-    if recorder._param(bias) is None:
-        return found + bias.view(-1, *[1] * size)
-    leaf, put = recorder._begin(bias)
-    every = operations.Expand.apply(leaf, put, recorder.record.samples)
-    return found + every.view(*every.shape, *[1] * size)
+    return _by_channel(recorder, torch.add, found, bias)
 
 
 def _grouped(recorder: GradientRecorder, func: Any, x_RD: Tensor, weights_EFD: Tensor, ends_E: Any) -> Tensor:

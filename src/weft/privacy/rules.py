@@ -76,7 +76,8 @@ def check_batch(batch: Any, num_rows: int) -> None:
     """Raise ModelError for a batch whose rows contain several documents."""
     if not isinstance(batch, Mapping):
         return
-    if any(_is_packed(name, batch[name], num_rows) for name in _PACKED if name in batch):
+    counted = _before_padding(batch.get("labels"), num_rows)
+    if any(_is_packed(name, batch[name], num_rows, counted) for name in _PACKED if name in batch):
         raise ModelError(
             "privacy: a row of the batch packs several documents, so clipping a row bounds none of them. Use one "
             "document in each row, padded or cut to the sequence length."
@@ -87,10 +88,16 @@ def check_batch(batch: Any, num_rows: int) -> None:
 _PACKED = {"document_ids": False, "document_ids_BT": False, "position_ids": True, "positions": True}
 
 
-def _is_packed(name: str, ids: Any, num_rows: int) -> bool:
-    """Return True if an entry of a batch shows that a row has several documents."""
+def _before_padding(labels: Any, num_rows: int) -> torch.Tensor | None:
+    """Return True for the tokens of each row up to its last label, or None for other labels than of tokens."""
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or len(labels) != num_rows:
+        return None
+    return (labels != -100).flip(1).cumsum(1).flip(1) > 0
+
+
+def _is_packed(name: str, ids: Any, num_rows: int, counted: torch.Tensor | None) -> bool:
+    """Return True if an entry of a batch shows that a row has several documents among its counted tokens."""
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != num_rows:
         return False
-    if _PACKED[name]:
-        return bool(((ids[:, 1:] == 0) & (ids[:, :-1] > 1)).any())
-    return bool((ids != ids[:, :1]).any())
+    begins = (ids[:, 1:] == 0) & (ids[:, :-1] > 1) if _PACKED[name] else ids[:, 1:] != ids[:, :-1]
+    return bool((begins if counted is None or counted.shape != ids.shape else begins & counted[:, 1:]).any())

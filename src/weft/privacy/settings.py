@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
+from weft.config.privacy.section import BudgetSection
 from weft.errors import PlanError
-
-ACCOUNTANTS = ("prv", "pld")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,13 @@ class Privacy:
             set.
         clip: largest norm of a sample's gradient.
         noise: standard deviation of the noise divided by `clip`; None for the least that `epsilon` allows.
-        unit: "sample": the bound is for one record.
+        unit: "sample": the bound is for one record. Or the name of a column: it is for all records with one value in
+            it, whose mean gradient is clipped; `records` and `batch` are numbers of values then.
+        unit_records: most records of a unit in a step; 0 for all. More are drawn at random.
         accountant: "prv" (Opacus) or "pld" (dp-accounting).
         key: file with the secret key of draws and noise, which the first rank creates with mode 0600, or "test:N" for a
             fixed key, which protects nothing.
-        passes: 1 or 2 passes of a microbatch, or 0 for one if the plan allows it. Two take less memory.
+        passes: 1 or 2 passes of a microbatch, or 0 for one if the plan allows it and the largest draw fits into memory.
         canaries: number of records whose presence a coin decides, for an audit. About half of them are never drawn.
     """
 
@@ -43,6 +45,7 @@ class Privacy:
     key: str = "privacy.key"
     passes: int = 0
     canaries: int = 0
+    unit_records: int = 0
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
@@ -73,6 +76,23 @@ class Privacy:
         return replace(self, noise=noise_for(self.epsilon, self.delta, self.rate, self.steps, self.accountant))
 
 
+def privacy_of(section: BudgetSection, records: int, batch: int, steps: int, key: str, **more: Any) -> Privacy:
+    """Return the settings of a section [privacy].
+
+    Args:
+        records, batch, steps: as in `Privacy`.
+        key: key file if the section names none.
+        more: other settings of `Privacy`.
+
+    Raises:
+        PlanError: if they are impossible, such as delta >= 1 / records.
+    """
+    return Privacy(
+        records, batch, steps, section.delta, section.epsilon or None, section.clip, section.noise or None,
+        accountant=section.accountant, key=section.key or key, **more,
+    )  # fmt: skip
+
+
 def _problems(privacy: Privacy) -> list[str]:
     found: list[str] = []
     for name in ("records", "batch", "steps"):
@@ -96,13 +116,22 @@ def _problems(privacy: Privacy) -> list[str]:
         value = getattr(privacy, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             found.append(f"privacy.{name}={value:g}: it is a positive number. Use {name}=1.0.")
-    if privacy.unit != "sample":
+    return [*found, *_other_problems(privacy)]
+
+
+def _other_problems(privacy: Privacy) -> list[str]:
+    found: list[str] = []
+    if privacy.unit_records < 0 or (privacy.unit == "sample" and privacy.unit_records):
         found.append(
-            f"privacy.unit={privacy.unit}: Weft protects single samples. Use unit=sample, with one sample for each "
-            "person or document."
+            f"privacy.unit_records={privacy.unit_records}: it limits the records of a unit that has several. Use "
+            "unit_records=0, or a column as unit."
         )
-    if privacy.accountant not in ACCOUNTANTS:
-        found.append(f"privacy.accountant={privacy.accountant}: it is prv or pld. Use accountant=prv.")
-    if privacy.passes not in (0, 1, 2):
-        found.append(f"privacy.passes={privacy.passes}: it is 1, 2, or 0 to choose. Use passes=0.")
+    if privacy.unit != "sample" and privacy.canaries:
+        found.append(f"privacy.canaries={privacy.canaries}: canaries are single samples. Use unit=sample, or none.")
+    for name, known, rule in _CHOICES:
+        if (value := getattr(privacy, name)) not in known:
+            found.append(f"privacy.{name}={value}: it is {rule}. Use {name}={known[0]}.")
     return found
+
+
+_CHOICES = (("accountant", ("prv", "pld"), "prv or pld"), ("passes", (0, 1, 2), "1, 2, or 0 to choose"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Mesh
+from weft.config.privacy.section import most_drawn
 from weft.errors import CheckpointError, ConfigError, ModelError, PlanError
 from weft.parallel.state.flat_slices import PlacedPart
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tables.model import table_weights
 from weft.privacy.audit import Canaries, choose_canaries
-from weft.privacy.draws import drawn
+from weft.privacy.draws import drawn, some_of
 from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.noise import add_noise
@@ -56,27 +58,25 @@ class PrivateUpdate:
         self._is_checked = False
 
     @property
-    def clip(self) -> float:
-        """Largest norm of a sample's gradient."""
-        return self.privacy.clip
+    def most_drawn(self) -> int:
+        """Number of units that no step draws more of, except with probability 1e-6 in a run."""
+        privacy = self.privacy
+        return min(privacy.records, most_drawn(privacy.batch, privacy.rate, privacy.steps))
 
-    @property
-    def passes(self) -> int:
-        """1 or 2 passes, or 0 for one if the plan allows it."""
-        return self.privacy.passes
-
-    @property
-    def expected(self) -> float:
-        """Expected number of samples of a step, which divides gradient sums."""
-        return float(self.privacy.batch)
-
-    def draw(self, step: int | None = None) -> np.ndarray:
-        """Return the records of a step, int64, in ascending order. step: steps done before; None for the next one."""
-        number = self.ledger.count if step is None else step
-        found = drawn(self._key, number, self.privacy.records, self.privacy.rate)
+    def draw(self, step: int) -> np.ndarray:
+        """Return the units of a step, int64, in ascending order. step: steps done before."""
+        found = drawn(self._key, step, self.privacy.records, self.privacy.rate)
         if not self.privacy.canaries:
             return found
         return found[~np.isin(found, self.canaries().left_out)]
+
+    def draw_records(self, step: int, units: Sequence[np.ndarray] | None) -> list[list[int]]:
+        """Return the records of each drawn unit of a step. units: records by unit, or None if each is a unit."""
+        found = self.draw(step).tolist()
+        if units is None:
+            return [[record] for record in found]
+        most = self.privacy.unit_records
+        return [some_of(self._key, step, unit, units[unit], most).tolist() for unit in found]
 
     def canaries(self) -> Canaries:
         """Return the records whose presence a coin decides."""
@@ -125,7 +125,7 @@ class PrivateUpdate:
         self._check_places()
         noise = self.privacy.noise
         assert noise is not None
-        add_noise(self._places.items(), self._key, self.ledger.count, noise * self.clip * factor)
+        add_noise(self._places.items(), self._key, self.ledger.count, noise * self.privacy.clip * factor)
         self.ledger.add()
 
     def _check_places(self) -> None:

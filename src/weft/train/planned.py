@@ -68,6 +68,8 @@ def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[R
     if profile is not None:
         machines = here.cluster_of(profile, f"{world_size}xhere")
     model = find_task(config).describe()
+    if config.privacy.is_on:
+        model = replace(model, config=config)  # its draws need memory
     best = choose_plan(model, machines, auto_fields(config.plan), profile=profile)
     return config.model_copy(update={"plan": best.plan.format()}), best
 

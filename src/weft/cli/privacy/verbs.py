@@ -42,7 +42,7 @@ def plan(
 
     The last column is the noise on the mean gradient in units of the clipping norm: smaller is better.
     """
-    from weft.privacy.draws import most_drawn
+    from weft.config.privacy.section import most_drawn
     from weft.privacy.settings import Privacy
 
     chosen = 0.1 / max(records, 1) if delta is None else delta
@@ -53,7 +53,7 @@ def plan(
     for size in sizes:
         noise = Privacy(records, size, steps, chosen, epsilon, accountant=accountant).resolved().noise
         assert noise is not None
-        most = most_drawn(records, size / records, steps)
+        most = min(records, most_drawn(size, size / records, steps))
         rows.append({"batch": size, "noise": noise, "most_drawn": most, "noise_of_mean": noise / size})
     if as_json:
         print(json.dumps({"epsilon": epsilon, "delta": chosen, "records": records, "steps": steps, "batches": rows}))
@@ -72,7 +72,7 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as
     from weft.privacy.accounting import Steps, epsilon_of
 
     step, account = _account(run)
-    history = [Steps(float(noise), float(rate), int(count)) for noise, rate, count in account["steps"]]
+    history = Steps.of_json(account["steps"])
     delta, is_test = float(account["delta"]), bool(account["is_test"])
     spent = {name: epsilon_of(history, delta, name) for name in ("prv", "pld")}
     if as_json:
@@ -111,7 +111,7 @@ def audit(run: Annotated[str, typer.Argument(metavar="RUN", help=ONE_HELP)], as_
     folder = RunFolder(folder_of("RUN", run.partition("@")[0]))
     scores, canaries = canary_scores(folder, load_checkpoint(one_of(run)), torch.device("cpu"))
     found = bound_of(scores, canaries.is_in, float(account["delta"]))
-    history = [Steps(float(noise), float(rate), int(count)) for noise, rate, count in account["steps"]]
+    history = Steps.of_json(account["steps"])
     stated = epsilon_of(history, float(account["delta"]))
     is_above = found.epsilon > stated
     if as_json:

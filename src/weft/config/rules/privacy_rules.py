@@ -37,6 +37,12 @@ Predicate = Callable[[RunConfig], bool]
 Message = Callable[[RunConfig], str]
 
 
+def fixed_by_privacy() -> dict[str, Any]:
+    """Return the fields of a plan that the planner must not choose, and a tested value of each."""
+    fixed = {name: field.default for name, field in PLAN_FIELDS.items() if name not in _ANY_VALUE}
+    return fixed | {name: tested[0] for name, (tested, _) in _TESTED.items()}
+
+
 def private_plan_problems(plan: Plan) -> list[Problem]:
     """Return the fields of a plan under which private steps are not tested."""
     problems: list[Problem] = []
@@ -71,10 +77,6 @@ PRIVACY_RULES: tuple[ConfigRule, ...] = (
              "Clipping by sample is tested for data, tensor and pipeline parallelism and ZeRO.",
              lambda config: bool(_plan_problems(config)),
              lambda config: f"{config.privacy.epsilon:g}: plan.{_plan_problems(config)[0].message}"),
-    _when_on("needs-a-plan", ("privacy.epsilon", "plan"), "The planner does not count per-sample gradients.",
-             lambda config: is_auto(config.plan),
-             lambda config: f"{config.privacy.epsilon:g}: the planner does not count per-sample gradients. Write the "
-             "plan, such as plan='dp_replicate=*'."),
     _when_on("needs-torch", ("privacy.epsilon", "launch.engine"), "The JAX engine has no private steps.",
              lambda config: config.launch.engine == "jax",
              lambda config: f"{config.privacy.epsilon:g}: the JAX engine has no "

@@ -456,6 +456,15 @@ class SampleStream:
             num_inputs, has_border, source, epoch, None if rows.weights is None else rows.weights[0],
         )  # fmt: skip
 
+    def documents(self) -> np.ndarray:
+        """Return the number of the document of each sequence in stored order, int64. For packing "pad"."""
+        found, count = [np.zeros(0, np.int64)], 0
+        for source in self._sources:
+            assert isinstance(source.spans, TableSpans)
+            found.append(np.searchsorted(source.reader.offsets, source.spans.starts[:-1], side="right") - 1 + count)
+            count += len(source.reader.offsets) - 1
+        return np.concatenate(found)
+
     def state_at(self, index: int) -> dict[str, int]:
         """Return the number of samples of each source, by name, before the global sample `index`."""
         if self._mixture is None:

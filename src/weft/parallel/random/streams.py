@@ -208,11 +208,14 @@ class SampleNumbers:
     `numbers` are the samples' indices in the global batch, in the order of the microbatch. It is empty if the
     microbatch is a placeholder on a rank without samples. `rows` holds one tuple per tensor whose rows are not samples,
     with the number of rows of each sample. `total` is the number of samples in the global batch, or None if unset.
+    `records` is set if samples are units of privacy: the number of records of each. All have as many rows as the
+    largest, and the last ones do not count.
     """
 
     numbers: Sequence[int]
     rows: Sequence[Sequence[int]] = ()
     total: int | None = None
+    records: Sequence[int] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from weft.planner.cost.memory_terms import (
     passes_in_flight,
 )
 from weft.planner.cost.pipeline import OF_FLIGHT, chunks_per_rank, even_layers, fullest_moment, in_flight
+from weft.planner.cost.private_draws import factor_bytes, in_largest_draw
 from weft.planner.cost.row_dedupe import RowDeduplicator, taken
 from weft.planner.cost.shares import (
     Shares,
@@ -286,8 +287,12 @@ def _rank_of(job: Job, rows: _Rows, place: Place, device_bytes: int) -> _Rank:
 def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) -> dict[str, Array]:
     """Return the bytes by class of the first, a middle or the last pipeline rank, whichever needs the most.
 
-    "host" is the host memory of the first rank.
+    "host" is the host memory of the first rank. A private step has the microbatches of its largest draw.
     """
+    if job.private is not None:
+        columns = in_largest_draw(job, columns)
+        found = memory_bytes(replace(job, private=None), columns, tables, device_bytes)
+        return {**found, "activations": found["activations"] + factor_bytes(job, columns)}
     piped = columns.pp > 1
     if piped.all() or not piped.any():
         return _of_kind(job, columns, tables, device_bytes)

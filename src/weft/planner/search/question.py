@@ -15,6 +15,7 @@ from weft.config.fields.plan_text import split_plan
 from weft.config.partitioning import bucket_bytes
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
 from weft.config.rules.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
+from weft.config.rules.privacy_rules import fixed_by_privacy, private_plan_problems
 from weft.config.rules.rule import Facts, Rule
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.config.shapes.model_spec import ModelSpec
@@ -28,6 +29,7 @@ from weft.planner.search.plan_rows import Verdicts
 from weft.planner.space.columns import Job
 from weft.planner.space.enumerate import Space
 from weft.planner.space.shape import Shape, Stack
+from weft.planner.space.trained_part import PrivateDraws
 from weft.units import counted
 
 #: Minimum probability of fitting into memory for plans that are listed.
@@ -114,6 +116,10 @@ class Question:
             rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
         decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
+        if planned.config is not None and planned.config.privacy.is_on:
+            decided = {**fixed_by_privacy(), **({} if machines.device.is_cpu else {"precision": "bf16"}), **decided}
+            if refused := private_plan_problems(Plan().replace(**decided)):
+                raise PlanError(refused)
         _expect_divisors(decided, machines.num_devices)
         _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
@@ -154,7 +160,8 @@ class Question:
         name = "sequences" if name == "samples" else name
         several = f"{job.texts} texts of " if job.texts > 1 else ""
         packed = f", {job.documents}" if job.documents else ""
-        return f"{job.global_batch} {name} of {several}{job.seq_len} tokens a step{packed}"
+        drawn = f", memory for up to {job.private.most}" if job.private else ""
+        return f"{job.global_batch} {name} of {several}{job.seq_len} tokens a step{packed}{drawn}"
 
     @property
     def limit(self) -> int:
@@ -212,6 +219,8 @@ def _job(planned: PlannedModel, seq_len: int, global_batch: int, device: DeviceS
         texts=planned.texts,
         frozen=planned.frozen,
     )
+    if config is not None and config.privacy.is_on:
+        job = replace(job, private=PrivateDraws.of(config.privacy, global_batch, config.train.steps))
     if config is None or planned.traced is not None:
         return job
     job = job.with_half_layers(planned.spec, config.train.bf16_layers)

@@ -21,6 +21,7 @@ from weft.planner.space.trained_part import (
     AdapterSize,
     DocumentMix,
     FrozenWork,
+    PrivateDraws,
     TrainedPart,
     attention_products,
     feed_forward_products,
@@ -58,6 +59,7 @@ class Job:
         frozen: forwards of a step without gradients, or None.
         trained: shares of the weights that are trained if some groups have lr=0; None if all are.
         documents: documents that are packed into sequences; None if each sequence is one document.
+        private: draws of a private run, or None.
         half: share of the FLOPs of linear layers, except experts, that stays in bf16 under precision=fp8.
     """
 
@@ -72,6 +74,7 @@ class Job:
     trained: TrainedPart | None = None
     documents: DocumentMix | None = None
     half: float = 0.0
+    private: PrivateDraws | None = None
 
     @property
     def turned(self) -> list[tuple[float, float, float]]:
@@ -81,10 +84,15 @@ class Job:
         """
         if self.optimizer != "muon":
             return []
-        shape = self.shape
         if self.adapter is not None:
             thin = self.adapter
             return [(float(thin.rank), thin.width / 2 / max(1.0, thin.products), 2 * thin.products)]
+        return self.linears
+
+    @property
+    def linears(self) -> list[tuple[float, float, float]]:
+        """(inputs, outputs, count per average layer) of the matrices between embedding and head, without experts."""
+        shape = self.shape
         if isinstance(shape, TracedShape):
             return [(float(rows), float(wide), count / shape.layers) for rows, wide, count in shape.traced.linears]
         parts = [(attention_products(shape), 1.0), (feed_forward_products(shape, shape.ffn), shape.dense_share)]

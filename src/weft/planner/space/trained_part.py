@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weft.config.privacy.section import PrivacySection, most_drawn
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.config.shapes.model_spec import DecoderWidths
 from weft.config.shapes.traced_model import TracedModel
@@ -391,3 +392,21 @@ class DocumentMix:
     def __str__(self) -> str:
         mean = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
         return f"documents of {counted(round(mean), 'token')} on average"
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateDraws:
+    """Draws of a private run.
+
+    Attributes:
+        most: samples of the largest draw that a run's steps exceed with probability 1e-6.
+        passes: setting of the config.
+    """
+
+    most: int
+    passes: int
+
+    @classmethod
+    def of(cls, section: PrivacySection, batch: int, steps: int) -> PrivateDraws:
+        """Return the draws of a config. The number of records is unknown, and the bound holds for any."""
+        return cls(most_drawn(batch, 0.0, steps) * max(1, section.unit_records), section.passes)

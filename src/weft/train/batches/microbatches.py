@@ -162,6 +162,7 @@ class Microbatches:
         total: samples in the global batch. Used only with `samples`.
         any_number: accept another number of microbatches than the plan's, except in a pipeline, because the ranks
             agreed on it.
+        records: if samples are units of privacy, the number of records of each, by microbatch.
 
     Raises:
         ModelError: if `batches`, `samples` and `rows` differ in length.
@@ -175,6 +176,7 @@ class Microbatches:
         total: int | None = None,
         *,
         any_number: bool = False,
+        records: Sequence[Sequence[int]] | None = None,
     ):
         self._batches, self.any_number = tuple(batches), any_number
         self._samples = _all_marked(self._batches)
@@ -186,7 +188,9 @@ class Microbatches:
                     f"samples: sample numbers of {len(numbers)} microbatches were passed for {len(self._batches)} "
                     "microbatches. Pass one list for each, an empty one for a microbatch without samples."
                 )
-            self._samples = tuple(SampleNumbers(*one, total) for one in zip(numbers, counts, strict=True))
+            units = [()] * len(numbers) if records is None else list(records)
+            every = zip(numbers, counts, units, strict=True)
+            self._samples = tuple(SampleNumbers(number, some, total, unit) for number, some, unit in every)
 
     @classmethod
     def of_samples(

@@ -11,7 +11,6 @@ from torch import nn
 
 from weft.checkpoint.load import list_checkpoints
 from weft.comm.mesh import Mesh
-from weft.config.fields.layout import Layout
 from weft.config.partitioning import ShareTimeline
 from weft.config.run_config import RunConfig
 from weft.data.batches import move_batch
@@ -23,26 +22,23 @@ from weft.optim.build import build_optimizer, freeze, refuse_groups_of
 from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.context.context import local_batch, sequence_in_use
 from weft.parallel.dropout.embedding_noise import embedding_noise
-from weft.parallel.parallelize import parallelize
 from weft.parallel.replicas.local_sgd import rare_sync
-from weft.parallel.state.flat_slices import StateSource
 from weft.parallel.state.gradients import data_parallel
-from weft.parallel.tables.host import HostSettings
 from weft.parallel.tables.model import add_tables, table_weights
-from weft.parallel.zero.magnitudes import load_base
 from weft.privacy.update import PrivateUpdate
-from weft.train.batches.data_share import Batches, MapDataset, Share
+from weft.train.batches.data_share import Batches, Share
 from weft.train.engine import EngineJob
 from weft.train.engines.gpu_kernels import GpuKernels
 from weft.train.engines.replica_engine import OtherWorlds
 from weft.train.joined_rank import JoinedRank
-from weft.train.privacy.run import private_samples, private_update
+from weft.train.privacy.batches import DrawnBatches
+from weft.train.privacy.records import PrivateRecords, private_records, private_update
 from weft.train.states.averaged_weights import check_averages
 from weft.train.states.model_state import packed_source
 from weft.train.step.evaluation import RankForwards
 from weft.train.step.train_step import TrainStep
-from weft.train.tasks.indexed import drawn_batches
-from weft.train.weights.run_adapter import start_adapter, started_values, with_adapter
+from weft.train.weights.built_model import lay_out
+from weft.train.weights.run_adapter import set_values, started_values, with_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     """
     config, task, mesh = job.config, job.task, rank.mesh
     task.open(job.folder)
-    private = private_samples(config, task) if config.privacy.is_on else None
+    private = private_records(config, task) if config.privacy.is_on else None
     update = None if private is None else private_update(config, private, job.folder, mesh)
     batches, eval_batches = _batches(job, mesh, private, update)
 
@@ -80,11 +76,11 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     # The checkpoint of an adapter does not contain the base.
     reads = adapted(model) is not None or not is_resumed
     noise = embedding_noise(model, config.train.neftune_alpha, config.train.seq_len)
-    _lay_out(job, mesh, model, weights, reads=reads, noise=noise)
-    start_adapter(model, started)
+    lay_out(config, mesh, model, weights, reads=reads, noise=noise)
+    set_values(model, started)
     kernels.choose_convolutions(model)
     if (second := task.second_model(mesh.plan)) is not None:
-        _lay_out(job, mesh, second.requires_grad_(False), task.second_weights(second), reads=True)
+        lay_out(config, mesh, second.requires_grad_(False), task.second_weights(second))
 
     replicas = None if job.world is None else OtherWorlds(job, job.world, mesh, model, rank.group)
     optimizer = _build_optimizer(model, config)
@@ -130,7 +126,7 @@ def _build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimiz
 
 
 def _batches(
-    job: EngineJob, mesh: Mesh, private: MapDataset | None, update: PrivateUpdate | None
+    job: EngineJob, mesh: Mesh, private: PrivateRecords | None, update: PrivateUpdate | None
 ) -> tuple[Batches, Iterable[Any] | None]:
     """Return training and evaluation batches. Each replica evaluates the full set, in microbatches of equal size.
 
@@ -148,37 +144,8 @@ def _batches(
     passes = share.microbatches * (axis.size // mesh.data.size)
     own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size, timeline=ShareTimeline())
     if private is not None and update is not None:
-        batches = drawn_batches(private, share, job.task.collate, lambda step: update.draw(step).tolist())
-        return batches, job.task.eval_batches(own)
+        return DrawnBatches(private, share, update), job.task.eval_batches(own)
     return job.task.batches(share), job.task.eval_batches(own)
-
-
-def _lay_out(
-    job: EngineJob,
-    mesh: Mesh,
-    model: nn.Module,
-    weights: StateSource | None,
-    *,
-    reads: bool,
-    noise: tuple[str, float] | None = None,
-) -> None:
-    config = job.config
-    parallelize(
-        model,
-        mesh,
-        layout=Layout.read(config.layout) if config.layout else None,
-        seed=config.seed,
-        filled_later=weights is not None,
-        pinned_limit=config.memory.pinned_limit,
-        norm_group=config.train.norm_group,
-        bf16_layers=config.train.bf16_layers,
-        fp8_recipe=config.train.fp8_recipe,
-        noise=noise,
-        host_tables=HostSettings(config.tables.cache, config.tables.folder),
-    )
-    if weights is not None and reads:
-        with mesh.pulse.doing("reads the pretrained weights"):
-            load_base(model, weights)
 
 
 def _choose_recompute(model: nn.Module, mesh: Mesh, job: EngineJob, batches: Batches) -> None:

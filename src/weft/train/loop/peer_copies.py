@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-
-import psutil
 
 from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import newest_checkpoint
 from weft.checkpoint.object_store import Location, StorePath
 from weft.checkpoint.peer_copies import CopyHome, copies_at
 from weft.checkpoint.targets import target_at
+from weft.devices.access import free_host_bytes
 from weft.errors import CheckpointError, ConfigError
 from weft.units import format_bytes
 
 #: A host keeps the newest complete copy while the next one is written.
 _GENERATIONS = 2
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Copies:
@@ -98,15 +95,3 @@ class Copies:
                     "checkpoint.every."
                 )
         return Copies(root, together), []
-
-
-def free_host_bytes() -> int:
-    """Return the memory in bytes that is available on this machine, or in its container if that is less."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = int(_CGROUP_LIMIT.read_text())
-        stat = dict(line.split() for line in _CGROUP_LIMIT.with_name("memory.stat").read_text().splitlines())
-        used = int(_CGROUP_LIMIT.with_name("memory.current").read_text()) - int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no limit
-        return free
-    return max(0, min(free, limit - used))

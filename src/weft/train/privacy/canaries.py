@@ -10,18 +10,16 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.data.batches import move_batch
 from weft.errors import ConfigError
-from weft.parallel.parallelize import parallelize
-from weft.parallel.zero.magnitudes import load_base
 from weft.privacy.audit import Canaries, choose_canaries
 from weft.privacy.gradients import sample_losses
 from weft.privacy.keys import read_key
 from weft.train.batches.microbatches import split_rows
 from weft.train.folder import RunFolder
 from weft.train.losses import CheckedLoss
-from weft.train.privacy.run import private_samples
+from weft.train.privacy.records import private_records
 from weft.train.states.model_state import load_model
 from weft.train.tasks.registry import find_task
-from weft.train.weights.run_adapter import with_adapter
+from weft.train.weights.built_model import built_model
 
 #: Canaries of one forward.
 _AT_ONCE = 64
@@ -41,17 +39,12 @@ def canary_scores(folder: RunFolder, checkpoint: Checkpoint, device: torch.devic
         )
     task = find_task(config)
     task.open(folder)
-    samples = private_samples(config, task)
+    records = private_records(config, task)
+    samples = records.samples
     key = read_key(config.privacy.key or str(folder.path / "privacy.key"))
     canaries = choose_canaries(key, len(samples), config.privacy.canaries)
-    plan = Plan(precision=folder.plan().precision)
-    base = task.initial_model(plan)
-    weights = task.initial_weights(base)
-    mesh = build_mesh(plan, device)
-    model = parallelize(with_adapter(base, config), mesh, seed=config.seed, filled_later=weights is not None)
-    if weights is not None:
-        load_base(model, weights)
-    model.eval()
+    mesh = build_mesh(Plan(precision=folder.plan().precision), device)
+    model = built_model(task, config, mesh).eval()
     loss = CheckedLoss(task.loss, mesh, warns_of_means=False)
 
     @torch.no_grad()
@@ -59,7 +52,7 @@ def canary_scores(folder: RunFolder, checkpoint: Checkpoint, device: torch.devic
         found: list[torch.Tensor] = []
         for first in range(0, len(canaries.records), _AT_ONCE):
             some = canaries.records[first : first + _AT_ONCE].tolist()
-            batch = move_batch(task.collate([samples[record] for record in some]), device)
+            batch = move_batch(records.collate([samples[record] for record in some]), device)
             parts = split_rows(batch, [range(one, one + 1) for one in range(len(some))])
             found.append(sample_losses(loss, task.forward(model, batch), parts)[0].double().cpu())
         return torch.cat(found).numpy()

@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
+from weft.devices import access
 from weft.errors import ModelError
 from weft.monitor.step_times import Meter
 from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
+from weft.parallel.random.streams import SampleNumbers
 from weft.privacy.gradients import SampleGradients, sample_losses
 from weft.privacy.recorder import GradientRecord, UnknownUse
 from weft.privacy.rules import check_batch
+from weft.privacy.update import PrivateUpdate
 from weft.train.batches.microbatches import ForwardFn, samples_in, split_rows
 from weft.train.losses import CheckedLoss
 from weft.train.step.passes import Accumulate, Work
@@ -37,19 +41,19 @@ class PrivateAccumulate(Accumulate):
     """Runs one microbatch after another, and accumulates clipped sums.
 
     Args:
-        clip: largest norm of a sample's gradient.
-        passes: 1 or 2, or 0 for as few as the plan allows.
+        update: the clipping norm, the number of passes, and the largest draw.
     """
 
     def __init__(
-        self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *, mesh: Mesh, clip: float,
-        passes: int,
+        self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *, mesh: Mesh,
+        update: PrivateUpdate,
     ):  # fmt: skip
         super().__init__(model, forward, loss, meter)
-        self.gradients = SampleGradients(model, mesh, clip)
-        self._is_sharded = mesh.plan.zero == 3
-        self.passes = passes or (2 if self._is_sharded or mesh.plan.pp > 1 else 1)
-        self._precision, self._is_checked = mesh.plan.precision, False
+        self.gradients = SampleGradients(model, mesh, update.privacy.clip)
+        self._is_sharded, self._mesh, self._update = mesh.plan.zero == 3, mesh, update
+        #: 1 or 2; 0 until the first step chooses by memory.
+        self.passes = update.privacy.passes or (2 if self._is_sharded or mesh.plan.pp > 1 else 0)
+        self._is_checked = False
 
     def run(self, work: Work) -> None:
         """Run all microbatches. In the first step, check that samples do not change each other's gradients."""
@@ -59,7 +63,7 @@ class PrivateAccumulate(Accumulate):
         super().run(work)
 
     def _check(self, work: Work) -> None:
-        """Compare the norm of the first sample alone and with another one, without dropout.
+        """Compare the norm of the first sample alone and with another one, without dropout. Choose the passes.
 
         Raises ModelError if they differ, or if a parameter's gradient is computed outside the recorder.
         """
@@ -69,20 +73,43 @@ class PrivateAccumulate(Accumulate):
         self.model.eval()
         try:
             found: list[Tensor] = []
-            for some in split_rows(batch, [range(rows), range(1)]):
-                few = replace(work, microbatches=[some], inside=lambda index: nullcontext())
-                record = self._norms(few, 0, check=self.gradients.check_graph)
+            for count, some in zip((rows, 1), split_rows(batch, [range(rows), range(1)]), strict=True):
+                numbers = [SampleNumbers(range(count))]
+                few = replace(work, microbatches=[some], samples=numbers, inside=lambda index: nullcontext())
+                record = self._norms(few, 0, keeps=not self.passes, check=self.gradients.check_graph)
+                if not self.passes:
+                    self.passes = self._passes_in(record.kept_bytes / count, batch, work.samples[0])
                 found.append(self.gradients.norms([record])[0][:1])
         finally:
             for module in training:
                 module.training = True
         beside, alone = (float(one) for one in found)
-        if abs(beside - alone) > _TOLERANCE[self._precision] * max(alone, 1e-12):
+        if abs(beside - alone) > _TOLERANCE[self._mesh.plan.precision] * max(alone, 1e-12):
             raise ModelError(
                 f"privacy: the gradient of a sample has norm {beside**0.5:.6g} beside another sample, and "
                 f"{alone**0.5:.6g} alone, so the model mixes samples or its rows are not samples. Put samples first, "
                 "and use layers that treat them separately."
             )
+
+    def _passes_in(self, row_bytes: float, batch: Any, samples: SampleNumbers) -> int:
+        """Return 1 if one pass fits into memory on every rank, else 2. All ranks call it.
+
+        Its factors for the largest draw must fit into half of the free memory: the other half is for activations.
+
+        Args:
+            row_bytes: bytes of the factors of one row.
+            batch, samples: a microbatch. A unit of several records has as many rows as in it.
+        """
+        rows = samples_in(batch) // len(samples.records) if samples.records else 1
+        plan, device = self._mesh.plan, self._mesh.device
+        units = -(-self._update.most_drawn // (self._mesh.data.size * plan.microbatches_per_step))
+        free = access.free_bytes(device)
+        if free is None:
+            free = access.free_host_bytes() // self._mesh.world_size
+        found = torch.tensor([row_bytes * rows * units > free / 2], dtype=torch.float64, device=device)
+        if self._mesh.world_size > 1:
+            found = all_reduce(found, self._mesh.world, op="max")
+        return 2 if found else 1
 
     def run_one(self, work: Work, index: int) -> None:
         """Run one microbatch, after the generators have been seeded."""
@@ -116,29 +143,37 @@ class PrivateAccumulate(Accumulate):
                 [weights] = self.gradients.weights([record])
                 deliver(record.second_backward(self._weighted(work, index, losses, weights)))
 
-    def _norms(self, work: Work, index: int, check: Callable[[Tensor], None] | None = None) -> GradientRecord:
+    def _norms(
+        self, work: Work, index: int, *, keeps: bool = False, check: Callable[[Tensor], None] | None = None
+    ) -> GradientRecord:
         """Run forward and backward without gradients of parameters. Return the record of the norms.
 
-        check: called with the losses before backward.
+        keeps: keep the factors. check: called with the losses before backward.
         """
         # zero=3 gathers parameters in hooks that depend on whether gradients are reduced.
         with self.engine.microbatch(False) if self._is_sharded else nullcontext():
-            record, losses = self._recorded(work, index, keeps=False, counts=False)
+            record, losses = self._recorded(work, index, keeps=keeps, counts=False)
             if check is not None:
                 check(losses)
             with self.meter.phase("backward"):
                 losses.sum().backward()
         return record
 
+    def _record(self, work: Work, index: int, *, keeps: bool = False) -> GradientRecord:
+        """Return an empty record of a microbatch, whose samples have equal numbers of rows if they are units."""
+        rows, own = samples_in(work.microbatches[index]), work.samples[index]
+        each = rows // len(own.numbers) if own.records else 1
+        return self.gradients.record(rows, keeps=keeps, each=each)
+
     def _recorded(self, work: Work, index: int, *, keeps: bool, counts: bool) -> tuple[GradientRecord, Tensor]:
-        """Run forward in a recorder. Return the record and the loss of each sample.
+        """Run forward in a recorder. Return the record and the loss of each row, whose sum over a unit is the unit's.
 
         counts: True to add the losses to the step's sums.
         """
         batch = work.microbatches[index]
         with self.meter.phase("forward"):
             while True:
-                record = self.gradients.record(samples_in(batch), keeps=keeps)
+                record = self._record(work, index, keeps=keeps)
                 try:
                     with work.inside(index), self.gradients.recorder(record).recording():
                         output = self.forward(self.model, batch)
@@ -153,6 +188,9 @@ class PrivateAccumulate(Accumulate):
         batch = work.microbatches[index]
         runs = [range(one, one + 1) for one in range(samples_in(batch))]
         losses, sums, numbers = sample_losses(self.loss, output, split_rows(batch, runs))
+        if work.samples[index].records:
+            shares = row_shares(work.samples[index].records, len(losses)).to(sums)
+            losses, sums, numbers = losses * shares.to(losses), sums * (shares > 0), numbers * (shares > 0)
         if counts and not work.samples[index].is_empty:
             work.losses[index] = sums.sum(), numbers.sum()
             work.sums[0] += sums.sum()
@@ -171,7 +209,14 @@ class PrivateAccumulate(Accumulate):
 
     def _weighted(self, work: Work, index: int, losses: Tensor, weights: Tensor) -> Tensor:
         factor = work.scale * (not work.samples[index].is_empty)
+        weights = weights.repeat_interleave(len(losses) // max(1, len(weights)))
         return (losses * weights.to(losses.dtype)).sum() * factor
+
+
+def row_shares(records: Sequence[int], rows: int) -> Tensor:
+    """Return the share of each row in its unit's loss, float64 (rows,): 1 / records, and 0 for rows that fill it up."""
+    counts = torch.tensor(records, dtype=torch.float64)[:, None]
+    return torch.where(torch.arange(rows // len(records)) < counts, 1 / counts, 0.0).flatten()
 
 
 def deliver(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -203,8 +248,9 @@ class PrivatePipelined(PrivateAccumulate):
         records: list[list[GradientRecord]] = [[] for _ in work.microbatches]
 
         def record(model: nn.Module, batch: Any) -> Any:
-            made = self.gradients.record(samples_in(batch), keeps=False)
-            records[index_of[id(batch)]].append(made)
+            index = index_of[id(batch)]
+            made = self._record(work, index)
+            records[index].append(made)
             with self.gradients.recorder(made).recording():
                 return self.forward(model, batch)
 
@@ -225,7 +271,7 @@ class PrivatePipelined(PrivateAccumulate):
                 self._pipeline.step(norms, self.meter)
         except UnknownUse as unknown:
             self.gradients.handle(unknown, may_retry=False)
-        weights = self._joined(records, work.microbatches)
+        weights = self._joined(records, work)
 
         def weighted(output: Any, batch: Any, index: int) -> tuple[Tensor, Tensor]:
             losses = self._losses(work, output, index, counts=True)
@@ -238,11 +284,11 @@ class PrivatePipelined(PrivateAccumulate):
         with self.engine.microbatch(last=True):
             self._pipeline.step(stages, self.meter)
 
-    def _joined(self, records: Sequence[Sequence[GradientRecord]], batches: Sequence[Any]) -> list[Tensor]:
+    def _joined(self, records: Sequence[Sequence[GradientRecord]], work: Work) -> list[Tensor]:
         """Return the clipping weights by microbatch. A rank has several records of one if it has several stages."""
         merged: list[GradientRecord] = []
-        for of_stages, batch in zip(records, batches, strict=True):
-            total = self.gradients.record(samples_in(batch), keeps=False)
+        for index, of_stages in enumerate(records):
+            total = self._record(work, index)
             for one in of_stages:
                 total.add(one)
             merged.append(total)
@@ -250,11 +296,10 @@ class PrivatePipelined(PrivateAccumulate):
 
 
 def private_passes(
-    model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *, clip: float,
-    passes: int,
-) -> PrivateAccumulate:  # fmt: skip
+    model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, update: PrivateUpdate
+) -> PrivateAccumulate:
     """Return the passes of a private step under the mesh's plan."""
-    options: dict[str, Any] = {"mesh": mesh, "clip": clip, "passes": passes}
+    options: dict[str, Any] = {"mesh": mesh, "update": update}
     if (pipeline := pipeline_of(model)) is not None:
         return PrivatePipelined(model, forward, loss, meter, pipeline=pipeline, **options)
     return PrivateAccumulate(model, forward, loss, meter, **options)

@@ -36,7 +36,7 @@ def passes_of(
     """Return the object that runs a step's microbatches. recorder: records graphs for graphs=on; None for CUDA's."""
     basics = model, forward, loss, meter
     if privacy is not None:
-        return private_passes(model, mesh, forward, loss, meter, clip=privacy.clip, passes=privacy.passes)
+        return private_passes(model, mesh, forward, loss, meter, privacy)
     if mesh.plan.graphs:
         return Graphed(*basics, graphed_passes(model, mesh, recorder, compares=loss.compares))
     if (pipeline := pipeline_of(model)) is not None:
@@ -105,7 +105,7 @@ class TrainStep:
         self._update = WeightUpdate(
             model, optimizer, self.mesh, max_grad_norm=max_grad_norm or 0.0, nominal_tokens=nominal_tokens,
             weights_follow=weights_follow, reads_late=reads_late, after=self._state.finish,
-            divisor=None if privacy is None else privacy.expected,
+            divisor=None if privacy is None else float(privacy.privacy.batch),
         )  # fmt: skip
         self._passes = passes_of(model, self.mesh, forward, self._loss, self._meter, self._state, recorder, privacy)
         replicas = ReplicaWatch(self._engine, self.mesh)

@@ -345,8 +345,8 @@ class TokenData:
         """Open the data of the run in `folder`."""
         self.folder, self.prepared = folder, data_of(folder)
 
-    def stream(self, split: str) -> SampleStream:
-        """Return the sequences of "train" in training order, or those of "eval" in the order of the files."""
+    def stream(self, split: str, *, shuffle: bool = True) -> SampleStream:
+        """Return the sequences of "train" in training order, or without `shuffle`, or of "eval", in stored order."""
         config = self._config
         if split == "train" and config.data.stream:
             return StreamedSequences(self.data, config, cache_folder(config.data))
@@ -356,7 +356,7 @@ class TokenData:
             seq_len=config.train.seq_len,
             packing=config.data.packing,
             borders=config.data.borders,
-            shuffle=split == "train",
+            shuffle=shuffle and split == "train",
         )
 
     def batches(self, share: Share) -> Batches:

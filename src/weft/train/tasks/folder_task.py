@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -95,6 +96,12 @@ _ROWS = "rows.json"
 _NO_CP = Limit((1,), "context parallelism shards packed causal texts, and this task pads full texts")
 
 
+def unit_column(config: RunConfig) -> str:
+    """Return the column that a private run's units are the values of, or ""."""
+    unit = config.privacy.unit
+    return "" if not config.privacy.is_on or unit == "sample" else unit
+
+
 def folder_limits(config: RunConfig) -> dict[str, Limit]:
     """Return limits of plan fields for tasks on padded texts."""
     return {"cp": _NO_CP, **cost_limits(config)}
@@ -169,7 +176,10 @@ class FolderTask(ModelTask):
         self.network.check_length(self.config.train.seq_len)
         options = {key: value for key, value in self.config.task.options.items() if key not in self.free_options}
         key = [self.config.task.name, options, self.config.train.seq_len, self.network.tokenizer_digest()]
-        tables = TableReader(self.config.data, key, self.rows, self._surveyed, report).tables()
+        rows = self.rows
+        if unit := unit_column(self.config):
+            key, rows = [*key, unit], self._rows_of_units
+        tables = TableReader(self.config.data, key, rows, self._surveyed, report).tables()
         begun = SplitTables.from_json(folder.text(_ROWS)) if (folder.path / _ROWS).is_file() else tables
         if begun.digests != tables.digests:
             raise DataError(
@@ -179,6 +189,18 @@ class FolderTask(ModelTask):
         self._take(tables)
         costs_of(self, 1, 1)  # a text that no microbatch can hold
         self.network.check_weights(folder)
+
+    def _rows_of_units(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        """Make rows with the column of privacy.unit, as a number for each text; empty for records without a value."""
+        unit, rows = unit_column(self.config), list(self.rows(records, found))
+        if len(rows) != len(records):
+            raise DataError(f"privacy.unit={unit}: this task makes no row for each record. Use privacy.unit=sample.")
+        for record, row in zip(records, rows, strict=True):
+            value = record.values.get(unit)
+            digest = hashlib.blake2b(str(value).encode(), digest_size=8).digest()
+            is_empty = value is None or value == "" or value != value
+            numbers = [] if is_empty else [int.from_bytes(digest, "little") >> 1]
+            yield {unit: np.array(numbers, np.int64), **row}
 
     def _surveyed(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
         """Return the result of `survey`, and the padding id of batches as "pad_id"."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from weft.config.partitioning import microbatch_samples
 from weft.data.batches import map_tensors
 from weft.data.order.loader import Prefetch
 from weft.data.order.stream import permutation
@@ -56,9 +55,11 @@ class IndexedBatches:
 
     @property
     def samples_per_epoch(self) -> int:
+        """Number of samples."""
         return len(self._samples)
 
     def batches(self, step: int) -> list[Any]:
+        """Return the microbatches of a step."""
         return self._build_batch(step, None)
 
     def batches_ahead(self, step: int) -> list[Any]:
@@ -107,6 +108,7 @@ class IndexedBatches:
         return found
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
+        """Return the microbatches of some steps, which a thread builds ahead."""
         return _Ahead(self, start_step, end_step)
 
     def close(self) -> None:
@@ -114,6 +116,7 @@ class IndexedBatches:
         _close(self._samples)
 
     def state_at(self, num_samples: int) -> dict[str, int]:
+        """Return the epoch and the position in it after `num_samples` samples."""
         epoch, index = divmod(num_samples, len(self._samples))
         return {"epoch": epoch, "index": index}
 
@@ -128,47 +131,6 @@ class IndexedBatches:
     def _read(self, epoch: int, index: int) -> Any:
         in_epoch = getattr(self._samples, "in_epoch", None)
         return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
-
-
-class _DrawnBatches(IndexedBatches):
-    """Batches whose records are drawn for each step. A dataset with `in_epoch` gets the step as the epoch."""
-
-    def __init__(self, samples: MapDataset, share: Share, collate: Collate, draw: Callable[[int], list[int]]):
-        super().__init__(samples, share, collate, seed=0)
-        self._draw = draw
-
-    def batches_ahead(self, step: int) -> list[Any]:
-        return self.batches(step)
-
-    def batches(self, step: int) -> list[Any]:
-        share, samples, records = self._share, self._samples, self._draw(step)
-        own = microbatch_samples(len(records), share.size, share.microbatches, share.rank)
-        # Placeholders of a rank without samples read number 0, or record 0 if nothing was drawn.
-        place = {
-            number: (step, records[number] if records else 0) for number in {number for part in own for number in part}
-        } or {0: (step, records[0] if records else 0)}
-        in_epoch = getattr(samples, "in_epoch", None)
-        read = _reader(samples, place, []) or (
-            lambda number: samples[place[number][1]] if in_epoch is None else in_epoch(*place[number])
-        )
-        return _microbatches(
-            lambda number: read(number if number in place else next(iter(place))), own, len(records), share,
-            self._collate,
-        )  # fmt: skip
-
-
-def drawn_batches(
-    samples: MapDataset, share: Share, collate: Collate, draw: Callable[[int], list[int]]
-) -> IndexedBatches:
-    """Return one rank's batches of the records that each step draws.
-
-    Args:
-        samples: the records.
-        share: this rank's share of a step.
-        collate: makes a batch from a list of samples.
-        draw: returns the indices of a step's records.
-    """
-    return _DrawnBatches(samples, share, collate, draw)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:

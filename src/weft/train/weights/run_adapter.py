@@ -70,16 +70,17 @@ def started_values(model: nn.Module, config: RunConfig) -> dict[str, torch.Tenso
         raise ConfigError([Problem("adapter.start", f"adapter.start={start}: {error}")]) from error
 
 
-def start_adapter(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Set tensors of a parallelized model's adapter from full tensors by name. All ranks call it."""
+def set_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Set tensors of a parallelized model, such as an adapter's, from full tensors by name. All ranks call it."""
     if not values:
         return
     from weft.parallel.state.gradients import data_parallel
 
     engine = data_parallel(model)
+    source = _Values(values)
     for one in engine.model_slices():
         if one.name in values:
-            one.fill(_Values(values))
+            one.fill(source)
     engine.publish()
 
 
