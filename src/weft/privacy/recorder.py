@@ -22,9 +22,15 @@ from weft.parallel.layers.deferred_gradients import DeferredProduct, linear
 from weft.parallel.tensor.linear import Column, columns
 from weft.privacy import operations
 from weft.privacy.factors import Direct, Product, Use, rows_of_samples, squared_norms, summed
-from weft.privacy.private_torch import without_functions
+from weft.privacy.private_torch import is_checkpointed, without_functions
 
 Put = Callable[[Use], None]
+
+#: Error for a model that recomputes parts by itself.
+CHECKPOINTED = (
+    "privacy: the model runs parts of forward again in backward, by torch.utils.checkpoint, where the recorder does "
+    "not see them. Turn gradient checkpointing off in the model."
+)
 
 
 class UnknownUse(ModelError):
@@ -258,6 +264,8 @@ class GradientRecorder(TorchFunctionMode):
         """Return a detached leaf of a parameter or its alias, and the receiver of its gradient."""
         param = self._param(tensor)
         assert param is not None
+        if is_checkpointed():
+            raise ModelError(CHECKPOINTED)
         return tensor.detach().requires_grad_(), self.record.begin(param)
 
     def _is_transposed(self, tensor: Tensor) -> bool:
@@ -391,10 +399,12 @@ def _embedding(
     samples = recorder.record.samples
     if input.dim() > 1 and input.shape[0] == 1 and samples > 1:  # positions, which the samples share
         input = input.expand(samples, *input.shape[1:])
-    elif not input.dim() or input.shape[0] % max(1, samples) or (input.dim() > 1 and input.shape[0] != samples):
+    elif not input.dim() or input.shape[0] != samples:
+        shown = ", ".join(map(str, input.shape))
         raise ModelError(
             f"privacy: an embedding reads ids of shape {tuple(input.shape)} in a microbatch of {samples} samples, so "
-            f"its rows are not samples. Put samples first: ({samples}, ...)."
+            f"its rows are not samples. Put samples first: ({samples}, ...), or (1, {shown}) for ids that all samples "
+            "share."
         )
     leaf, put = recorder._begin(weight)
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(weight) + padding_idx
@@ -442,7 +452,8 @@ def _convolution(
         return func(input, weight, bias, stride, padding, dilation, groups)
     size = weight.dim() - 2
     if param is None or padding == "same":
-        raise UnknownUse(param or recorder._param(bias), f"{func.__name__} with padding='same' or a frozen weight")  # pyright: ignore[reportArgumentType] - one is trained
+        owner = recorder._param(bias) if param is None else param
+        raise UnknownUse(owner, f"{func.__name__} with padding='same' or a frozen weight")  # pyright: ignore[reportArgumentType] - one is trained
     padding = 0 if padding == "valid" else padding
     sizes = [(one,) * size if isinstance(one, int) else tuple(one) for one in (stride, padding, dilation)]
     leaf, put = recorder._begin(weight)

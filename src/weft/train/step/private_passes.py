@@ -9,15 +9,14 @@ the norms of a sample are computed after all stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
-from weft.errors import ModelError
 from weft.monitor.step_times import Meter
 from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
 from weft.privacy.gradients import SampleGradients, sample_losses
@@ -26,11 +25,10 @@ from weft.privacy.rules import check_batch
 from weft.train.batches.microbatches import ForwardFn, samples_in, split_rows
 from weft.train.losses import CheckedLoss
 from weft.train.step.passes import Accumulate, Work
+from weft.train.step.sample_check import check_samples, largest_microbatch
 
 #: Elements of gradients that are held until they are passed to autograd.
 _DELIVERED = 2**20
-#: Relative difference of squared norms that rounding explains.
-_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 
 
 class PrivateAccumulate(Accumulate):
@@ -49,40 +47,31 @@ class PrivateAccumulate(Accumulate):
         self.gradients = SampleGradients(model, mesh, clip)
         self._is_sharded = mesh.plan.zero == 3
         self.passes = passes or (2 if self._is_sharded or mesh.plan.pp > 1 else 1)
-        self._precision, self._is_checked = mesh.plan.precision, False
+        self._mesh, self._has_run, self._is_checked = mesh, False, False
 
     def run(self, work: Work) -> None:
-        """Run all microbatches. In the first step, check that samples do not change each other's gradients."""
+        """Run all microbatches. In the first steps, check that samples do not change each other's gradients."""
         if not self._is_checked:
             self._check(work)
-            self._is_checked = True
         super().run(work)
 
     def _check(self, work: Work) -> None:
-        """Compare the norm of the first sample alone and with another one, without dropout.
+        """Check, in the first step and in the first one with two samples in a microbatch, that samples do not mix.
 
-        Raises ModelError if they differ, or if a parameter's gradient is computed outside the recorder.
+        All data ranks decide alike, because under zero=3 a forward communicates.
+
+        Raises ModelError if they do, or if a parameter's gradient is computed outside the recorder.
         """
-        batch = work.microbatches[0]
-        rows = min(2, samples_in(batch))
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            found: list[Tensor] = []
-            for some in split_rows(batch, [range(rows), range(1)]):
-                few = replace(work, microbatches=[some], inside=lambda index: nullcontext())
-                record = self._norms(few, 0, check=self.gradients.check_graph)
-                found.append(self.gradients.norms([record])[0][:1])
-        finally:
-            for module in training:
-                module.training = True
-        beside, alone = (float(one) for one in found)
-        if abs(beside - alone) > _TOLERANCE[self._precision] * max(alone, 1e-12):
-            raise ModelError(
-                f"privacy: the gradient of a sample has norm {beside**0.5:.6g} beside another sample, and "
-                f"{alone**0.5:.6g} alone, so the model mixes samples or its rows are not samples. Put samples first, "
-                "and use layers that treat them separately."
-            )
+        index = largest_microbatch(work)
+        most = torch.tensor([min(2, samples_in(work.microbatches[index]))], device=self._mesh.device)
+        has_pair = int(all_reduce(most, self._mesh.data, op="max")) == 2
+        if has_pair or not self._has_run:
+            check_samples(self.model, work, index, self._mesh.plan.precision, self._compute)
+        self._has_run, self._is_checked = True, has_pair
+
+    def _compute(self, work: Work) -> tuple[Tensor, Tensor]:
+        record, losses = self._norms(work, 0, check=self.gradients.check_graph)
+        return losses, self.gradients.norms([record])[0]
 
     def run_one(self, work: Work, index: int) -> None:
         """Run one microbatch, after the generators have been seeded."""
@@ -92,7 +81,7 @@ class PrivateAccumulate(Accumulate):
         elif not self._is_sharded:
             self._run_backward_twice(work, index)
         else:
-            [weights] = self.gradients.weights([self._norms(work, index)])
+            [weights] = self.gradients.weights([self._norms(work, index)[0]])
             work.draws.begin(index)
             self._run_weighted(work, index, weights)
 
@@ -101,7 +90,8 @@ class PrivateAccumulate(Accumulate):
         with self.engine.microbatch(last):
             record, losses = self._recorded(work, index, keeps=True, counts=True)
             with self.meter.phase("backward"):
-                losses.sum().backward()
+                with self._watching():
+                    losses.sum().backward()
                 [weights] = self.gradients.weights([record])
                 weights = weights * (work.scale * (not work.samples[index].is_empty))
                 deliver(record.weighted(weights))
@@ -112,12 +102,21 @@ class PrivateAccumulate(Accumulate):
         with self.engine.microbatch(last):
             record, losses = self._recorded(work, index, keeps=False, counts=True)
             with self.meter.phase("backward"):
-                losses.sum().backward(retain_graph=True)
-                [weights] = self.gradients.weights([record])
-                deliver(record.second_backward(self._weighted(work, index, losses, weights)))
+                with self._watching():
+                    losses.sum().backward(retain_graph=True)
+                    [weights] = self.gradients.weights([record])
+                    found = record.second_backward(self._weighted(work, index, losses, weights))
+                deliver(found)
 
-    def _norms(self, work: Work, index: int, check: Callable[[Tensor], None] | None = None) -> GradientRecord:
-        """Run forward and backward without gradients of parameters. Return the record of the norms.
+    def _watching(self) -> AbstractContextManager[None]:
+        """Return a context for a backward that must not reach parameters."""
+        # zero=3 calls the hooks of shards after a reduction, even of no gradients.
+        return nullcontext() if self._is_sharded else self.gradients.watching()
+
+    def _norms(
+        self, work: Work, index: int, check: Callable[[Tensor], None] | None = None
+    ) -> tuple[GradientRecord, Tensor]:
+        """Run forward and backward without gradients of parameters. Return the record of the norms, and the losses.
 
         check: called with the losses before backward.
         """
@@ -126,9 +125,9 @@ class PrivateAccumulate(Accumulate):
             record, losses = self._recorded(work, index, keeps=False, counts=False)
             if check is not None:
                 check(losses)
-            with self.meter.phase("backward"):
+            with self.meter.phase("backward"), self._watching():
                 losses.sum().backward()
-        return record
+        return record, losses
 
     def _recorded(self, work: Work, index: int, *, keeps: bool, counts: bool) -> tuple[GradientRecord, Tensor]:
         """Run forward in a recorder. Return the record and the loss of each sample.
@@ -218,8 +217,7 @@ class PrivatePipelined(PrivateAccumulate):
         try:
             is_first, self._is_checked = not self._is_checked, True
             with (
-                # zero=3 calls the hooks of shards after a reduction, even of no gradients.
-                self.gradients.watching() if is_first and not self._is_sharded else nullcontext(),
+                self._watching() if is_first else nullcontext(),
                 self.engine.microbatch(False) if self._is_sharded else nullcontext(),
             ):
                 self._pipeline.step(norms, self.meter)
