@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,10 @@ REFUSED = {
     "the second sample only": (
         lambda net, x: x - torch.cat([torch.zeros_like(x[:1]), x[:-1].detach()]), None, "so the model mixes samples"
     ),
+    "rows in another order": (
+        lambda net, x: net.other(x[x[:, 0].argsort()])[x[:, 0].argsort().argsort()], None, "so the model mixes samples"
+    ),
+    "no row for a sample": (lambda net, x: net.other(x[:0]).sum() + x, None, "so its rows are not samples"),
     "batch norm as a function": (
         lambda net, x: F.batch_norm(x, None, None, training=True), None, "forward fails for one sample without others"
     ),
@@ -115,10 +120,10 @@ REFUSED = {
 }  # fmt: skip
 
 
-def step_of(model: nn.Module):
+def step_of(model: nn.Module, passes: int = 0):
     plan = Plan.parse("precision=fp64")
     run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
-    privacy = weft.Privacy(records=100, batch=4, steps=9, delta=1e-3, noise=1.0, key=KEY)
+    privacy = weft.Privacy(records=100, batch=4, steps=9, delta=1e-3, noise=1.0, key=KEY, passes=passes)
     return run.train_step(run.parallelize(model.double()), torch.optim.SGD, loss_fn, lr=0.1, privacy=privacy)
 
 
@@ -168,6 +173,43 @@ def test_noise_and_dropout_do_not_look_like_mixing():
 def test_modules_of_vmap_in_each_other():
     step = step_of(Net(lambda net, x: net.part(x), Around()))
     assert step(batch_of(4)).skipped is None
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_sample_that_is_not_finite_is_left_out(passes):
+    """Otherwise one record would decide whether the step of all others counts."""
+    found = []
+    for bad in (None, 2):
+        torch.manual_seed(0)
+        model = Net(lambda net, x: torch.tanh(net.other(x)))
+        step = step_of(model, passes)
+        step.privacy.add_noise = lambda factor, step=step: step.privacy.ledger.add()
+        x, labels = batch_of(4)
+        if bad is not None:
+            x[bad] = float("nan")
+        kept = [one for one in range(4) if one != 2]
+        result = step((x, labels) if bad is not None else (x[kept], labels[kept]))
+        assert result.skipped is None
+        assert math.isfinite(result.loss)
+        found.append([param.detach().clone() for param in model.parameters()])
+    for left_out, alone in zip(*found, strict=True):
+        torch.testing.assert_close(left_out, alone, rtol=0, atol=1e-12)
+
+
+def test_batches_that_were_not_drawn():
+    with pytest.warns(weft.WeftWarning, match="this step's batch was not drawn by run.private_batches"):
+        step_of(Net(lambda net, x: x))(batch_of(4))
+
+
+def test_drawn_batches_do_not_warn(recwarn):
+    plan = Plan.parse("precision=fp64")
+    run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+    model = run.parallelize(Net(lambda net, x: x).double())
+    privacy = weft.Privacy(records=8, batch=4, steps=3, delta=1e-3, noise=1.0, key=KEY)
+    step = run.train_step(model, torch.optim.SGD, loss_fn, lr=0.1, privacy=privacy)
+    data = list(zip(*batch_of(8), strict=True))
+    assert len([step(batch) for batch in run.private_batches(data, step)]) == 3
+    assert not [one for one in recwarn if "was not drawn" in str(one.message)]
 
 
 def test_counters_are_no_values_of_samples():

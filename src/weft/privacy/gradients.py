@@ -124,7 +124,11 @@ class SampleGradients:
 
     def weights(self, records: Sequence[GradientRecord]) -> list[Tensor]:
         """Return the clipping weight of each sample of each record, (B,) float64. All ranks of tp and pp call it."""
-        return [clip_weights(norms, self.clip) for norms in self.norms(records)]
+        every = self.norms(records)
+        for record, norms in zip(records, every, strict=True):
+            left_out = ~torch.isfinite(norms)
+            record.left_out = left_out if bool(left_out.any()) else None
+        return [clip_weights(norms, self.clip) for norms in every]
 
     def norms(self, records: Sequence[GradientRecord]) -> list[Tensor]:
         """Return the squared norm of each sample of each record, (B,) float64, equal on all ranks of tp and pp.

@@ -169,6 +169,9 @@ class _Reshaped:
     def weighted(self, weights_B: Tensor | None) -> Tensor:
         return self._use.weighted(weights_B).view(self._shape)
 
+    def without(self, left_out_B: Tensor) -> Use:
+        return _Reshaped(self._use.without(left_out_B), self._shape)
+
     def per_sample(self) -> Tensor:
         found = self._use.per_sample()
         return found.view(len(found), *self._shape)

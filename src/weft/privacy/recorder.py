@@ -85,6 +85,8 @@ class GradientRecord:
         self._entries: dict[int, _Entry] = {}
         self._norms: Tensor | None = None
         self._sums: dict[int, tuple[nn.Parameter, Tensor]] | None = None
+        #: For each sample, True if its gradient is not finite, or None if all are.
+        self.left_out: Tensor | None = None
         #: Per-sample gradients of parameters whose gradients are sums over tp, by name.
         self.partial: dict[str, Tensor] = {}
 
@@ -107,6 +109,8 @@ class GradientRecord:
 
     @torch.no_grad()
     def _add(self, sums: dict[int, tuple[nn.Parameter, Tensor]], param: nn.Parameter, use: Use) -> None:
+        if self.left_out is not None:
+            use = use.without(self.left_out)
         found = use.weighted(None).to(param.dtype)
         before = sums.get(id(param))
         sums[id(param)] = param, found if before is None else before[1] + found
@@ -150,6 +154,8 @@ class GradientRecord:
         """Yield the weighted sums of the samples' gradients by parameter, and free their uses."""
         for entry in self._entries.values():
             if entry.uses:
+                if self.left_out is not None:
+                    entry.uses = [use.without(self.left_out) for use in entry.uses]
                 total = entry.uses[0].weighted(weights_B)
                 for use in entry.uses[1:]:
                     total = total + use.weighted(weights_B)

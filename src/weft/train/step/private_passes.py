@@ -153,9 +153,12 @@ class PrivateAccumulate(Accumulate):
         runs = [range(one, one + 1) for one in range(samples_in(batch))]
         losses, sums, numbers = sample_losses(self.loss, output, split_rows(batch, runs))
         if counts and not work.samples[index].is_empty:
-            work.losses[index] = sums.sum(), numbers.sum()
-            work.sums[0] += sums.sum()
-            work.sums[1] += numbers.sum()
+            # A sample without a finite loss is left out, so that it cannot end the step for all others.
+            is_finite = torch.isfinite(sums)
+            total, count = sums.where(is_finite, 0.0).sum(), numbers.where(is_finite, 0.0).sum()
+            work.losses[index] = total, count
+            work.sums[0] += total
+            work.sums[1] += count
         return losses
 
     def _run_weighted(self, work: Work, index: int, weights: Tensor) -> None:
@@ -170,7 +173,7 @@ class PrivateAccumulate(Accumulate):
 
     def _weighted(self, work: Work, index: int, losses: Tensor, weights: Tensor) -> Tensor:
         factor = work.scale * (not work.samples[index].is_empty)
-        return (losses * weights.to(losses.dtype)).sum() * factor
+        return (losses * weights.to(losses.dtype)).where(weights > 0, 0.0).sum() * factor
 
 
 def deliver(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from weft.data.batches import map_tensors
 from weft.devices import access
 from weft.errors import ModelError, WeftError
 from weft.parallel.dropout.by_position import drops_of
@@ -17,6 +19,8 @@ from weft.parallel.random.streams import SampleNumbers
 from weft.train.batches.microbatches import samples_in, split_rows
 from weft.train.step.passes import Work
 
+#: Samples that are compared.
+MOST = 4
 #: Relative difference of squared norms and of losses that rounding explains.
 _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 
@@ -37,7 +41,7 @@ def largest_microbatch(work: Work) -> int:
 def check_samples(
     model: nn.Module, work: Work, index: int, precision: str, compute: Callable[[Work], tuple[Tensor, Tensor]]
 ) -> None:
-    """Compare two samples of a microbatch together with each of them alone.
+    """Compare the first samples of a microbatch together, in both orders, with each of them alone.
 
     All ranks call it, and run equally many forwards. In training mode, dropout and noise are functions of the samples'
     numbers. A model that draws other random numbers is compared in evaluation mode.
@@ -50,12 +54,15 @@ def check_samples(
     Raises:
         ModelError: if losses or norms differ, or if forward stores values of samples in a buffer.
     """
-    batch, rows = work.microbatches[index], min(2, samples_in(work.microbatches[index]))
+    batch, rows = work.microbatches[index], min(MOST, samples_in(work.microbatches[index]))
     drops = drops_of(model)
 
-    def run(some: range) -> Computed:
+    def run(some: range, reverses: bool = False) -> Computed:
         [few] = split_rows(batch, [some])
         numbers = _numbers_of(work.samples[index], some)
+        if reverses:
+            few = map_tensors(lambda one: one.flip(0) if one.ndim else one, few)
+            numbers = replace(numbers, numbers=numbers.numbers[::-1], rows=[each[::-1] for each in numbers.rows])
 
         @contextmanager
         def inside(_: int) -> Iterator[None]:
@@ -77,24 +84,32 @@ def check_samples(
         _compare_all(*found, _TOLERANCE[precision])
 
 
-def _beside_and_alone(run: Callable[[range], Computed], rows: int) -> tuple[Computed, list[Computed]] | None:
-    """Return the results of all rows, and of each alone, or None if forward drew from torch's generators."""
+def _beside_and_alone(run: Callable[..., Computed], rows: int) -> tuple[Computed, list[Computed]] | None:
+    """Return the results of all rows, and of each alone, or None if forward drew from torch's generators.
+
+    It runs `MOST + 2` forwards, as on other ranks, which may have more rows.
+    """
     before = access.rng_states()
     beside = run(range(rows))
     draws = not all(map(torch.equal, before, access.rng_states()))
+    back = run(range(rows), reverses=True)
     alone = [run(range(one, one + 1)) if draws else _alone(run, one) for one in range(rows)]
-    if rows == 1:
-        run(range(1))  # other ranks run three forwards
-    return None if draws else (beside, alone)
+    for _ in range(MOST - rows):
+        run(range(1))
+    if draws:
+        return None
+    twice = Computed(torch.cat([beside.losses, back.losses.flip(0)]), torch.cat([beside.norms, back.norms.flip(0)]),
+                     beside.buffers)  # fmt: skip
+    return twice, alone
 
 
 def _compare_all(beside: Computed, alone: list[Computed], tolerance: float) -> None:
-    for one, found in enumerate(alone):
+    for one, found in enumerate(alone * 2):
         _compare("loss", float(beside.losses[one]), float(found.losses[0]), tolerance)
         _compare("norm", float(beside.norms[one]), float(found.norms[0]), tolerance)
     for name in beside.buffers:
         values = [found.buffers.get(name) for found in alone]
-        if len(alone) == 2 and any(one is None or not torch.equal(one, beside.buffers[name]) for one in values):
+        if len(alone) > 1 and any(one is None or not torch.equal(one, beside.buffers[name]) for one in values):
             raise ModelError(
                 f"privacy: forward writes values of samples to the buffer {name}, which checkpoints contain without "
                 "noise. Use a layer without running statistics."
@@ -130,7 +145,7 @@ def _alone(run: Callable[[range], Computed], sample: int) -> Computed:
 
 
 def _compare(what: str, beside: float, alone: float, tolerance: float) -> None:
-    if abs(beside - alone) <= tolerance * max(abs(alone), 1e-12) or beside != beside:
+    if abs(beside - alone) <= tolerance * max(abs(alone), 1e-12) or not (math.isfinite(beside) or math.isfinite(alone)):
         return
     if what == "norm":
         beside, alone, what = beside**0.5, alone**0.5, "gradient"
