@@ -71,6 +71,12 @@ def test_delimiter_is_detected_for_any_suffix(tmp_path: Path, delimiter: str, su
     assert values(path) == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
 
 
+def test_csv_columns_with_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("user,item,user\n1,2,3\n")
+    with pytest.raises(DataError, match=r"two columns have the name 'user'\. Rename one of them"):
+        values(tmp_path / "a.csv")
+
+
 def test_single_column_with_commas_is_not_split(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text\n"one, two"\nthree\n')
     assert values(tmp_path / "a.csv") == [{"text": "one, two"}, {"text": "three"}]

@@ -181,7 +181,8 @@ BAD = {
     "client=9: it is no client of round 0.": {"client": 9},
     "client=0: it sent a second update in round 0.": {"client": 0},
     "client=1: its loss is not finite.": {"loss": float("inf")},
-    "client=1: it reports 0 records, and an update needs one.": {"samples": 0},
+    "client=1: it reports 0 records, and an update has 1 to 1000000000000.": {"samples": 0},
+    "client=1: it reports too many records, and an update has 1 to 1000000000000.": {"samples": 10**400},
 }
 
 

@@ -123,9 +123,9 @@ def samples_loss(output, batch):
 
 FIRST = [
     (Mixes, "so the model mixes samples or its rows are not samples. Put samples first"),
-    (CustomLayer, r"privacy: the gradient of layer.scale comes from a custom autograd function, so it "
-    "would not be clipped"),
-    (Keyword, "privacy: layer must read tensors with one row for each of the 2 samples, and return one such tensor"),
+    (CustomLayer, r"privacy: the gradient of layer.scale comes from a custom autograd function, a checkpointed part or "
+    "the loss function, so it would not be clipped"),
+    (Keyword, "privacy: layer must read tensors with one row for each of the 4 samples, and return one such tensor"),
 ]  # fmt: skip
 
 

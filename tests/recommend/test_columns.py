@@ -12,6 +12,7 @@ from weft.errors import ConfigError, DataError
 from weft.recommend.columns import (
     hashed,
     id_reader,
+    id_text,
     id_texts,
     label_of,
     number_of,
@@ -132,3 +133,24 @@ def test_times():
         assert time_of(RECORD, column, value) == day.timestamp()
     with pytest.raises(DataError, match=r'holds "soon", and a time is a number or a date in ISO 8601.'):
         time_of(RECORD, column, "soon")
+
+
+READ = {
+    "id": lambda column, value: id_reader(column, {})(RECORD, id_text(RECORD, column, value)),
+    "number": lambda column, value: number_of(RECORD, column, value),
+    "label": lambda column, value: label_of(RECORD, column, value),
+}
+
+
+@pytest.mark.parametrize("kind, value, text", [
+    ("number", 10**400, "and a number is needed"),
+    ("label", 10**400, "and a number is needed"),
+    ("id", "\ud800", "which is not Unicode text. Repair the file"),
+    ("id size=9", "--5", "the id '--5', and its ids are 0 to 8"),
+    ("id size=9", "1" * 5000, ", and its ids are 0 to 8"),
+])  # fmt: skip
+def test_values_that_python_cannot_convert_are_refused(kind, value, text):
+    column = parse_column(f"x={kind}")
+    with pytest.raises(DataError) as caught:
+        READ[column.kind](column, value)
+    assert text in str(caught.value)

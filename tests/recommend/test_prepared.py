@@ -85,6 +85,14 @@ def test_numbers_have_mean_zero_and_variance_one(data, tmp_path):
     assert float(batch["numbers"].std(correction=0)) == pytest.approx(1, abs=1e-6)
 
 
+def test_large_numbers_keep_their_differences(tmp_path):
+    """float32 has steps of 131 s for times of today in milliseconds."""
+    rows = [{**row, "age": 1.7e12 + number} for number, row in enumerate(events())]
+    task = prepared("dlrm", write_jsonl(tmp_path / "times.jsonl", rows), tmp_path)
+    batch = task.collate([RowNumber("train", 0, row) for row in range(len(task.tables.train))])
+    assert len(batch["numbers"].unique()) == len(task.tables.train)
+
+
 def test_sequences_have_each_users_items_in_order_of_time(data, tmp_path):
     task = prepared("sasrec", data, tmp_path)
     vocabulary = {

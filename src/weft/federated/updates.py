@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from weft.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
+#: Records of one client. More would take the whole mean, or not fit into a float.
+_MOST_RECORDS = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,9 @@ def problem_of(
         return f"{name}: its update is of round {update.round}, and this is round {round_}."
     if update.client in had:
         return f"{name}: it sent a second update in round {round_}."
-    if update.samples < 1:
-        return f"{name}: it reports {update.samples} records, and an update needs one."
+    if not 1 <= update.samples <= _MOST_RECORDS:
+        shown = update.samples if abs(update.samples) < 2**63 else "too many"
+        return f"{name}: it reports {shown} records, and an update has 1 to {_MOST_RECORDS}."
     if set(update.delta) != set(like):
         odd = sorted(set(update.delta) ^ set(like))
         return f"{name}: its update has other tensors than the model, such as {odd[0]}."

@@ -10,7 +10,7 @@ B samples, T tokens of a sample, I inputs, O outputs, D features, R rows of expe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,10 @@ class Use(Protocol):
 
     def joined(self, count: int) -> Use:
         """Return the use with `count` adjacent samples as one, whose gradient is the sum of theirs."""
+        ...
+
+    def without(self, left_out_B: Tensor) -> Use:
+        """Return the use with zero gradients of some samples, whose values may not be finite. left_out_B: bool."""
         ...
 
 
@@ -80,6 +84,10 @@ class Product:
         x_NI = self.x_BTI.flatten(0, 1)
         return x_NI.t() @ grad_NO if self.is_transposed else grad_NO.t() @ x_NI
 
+    def without(self, left_out_B: Tensor) -> Product:
+        gone = left_out_B[:, None, None]
+        return Product(self.x_BTI.masked_fill(gone, 0), self.grad_BTO.masked_fill(gone, 0), self.is_transposed)
+
     def per_sample(self) -> Tensor:
         x, grad = wide(self.x_BTI), wide(self.grad_BTO)
         return torch.bmm(x.mT, grad) if self.is_transposed else torch.bmm(grad.mT, x)
@@ -112,6 +120,9 @@ class EmbeddingRows:
         grad = _times(self.grad_BTD, weights_B).flatten(0, 1)
         return grad.new_zeros(self.num_rows, grad.shape[-1]).index_add_(0, self.ids_BT.flatten(), grad)
 
+    def without(self, left_out_B: Tensor) -> EmbeddingRows:
+        return EmbeddingRows(self.ids_BT, self.grad_BTD.masked_fill(left_out_B[:, None, None], 0), self.num_rows)
+
     def per_sample(self) -> Tensor:
         count, grad = len(self.ids_BT), wide(self.grad_BTD)
         rows = self.ids_BT + torch.arange(count, device=grad.device)[:, None] * self.num_rows
@@ -136,6 +147,9 @@ class Direct:
             return self.grad_B.sum(0)
         flat = self.grad_B.flatten(1)
         return (weights_B.to(flat.dtype) @ flat).view(self.grad_B.shape[1:])
+
+    def without(self, left_out_B: Tensor) -> Direct:
+        return Direct(self.grad_B.masked_fill(left_out_B.view(-1, *[1] * (self.grad_B.dim() - 1)), 0))
 
     def per_sample(self) -> Tensor:
         return wide(self.grad_B)
@@ -183,6 +197,10 @@ class ExpertRows:
             torch.mm(grad[start:end].t(), self.x_RI[start:end], out=found[expert])
             start = end
         return found
+
+    def without(self, left_out_B: Tensor) -> ExpertRows:
+        gone = left_out_B[self.sample_R][:, None]
+        return replace(self, x_RI=self.x_RI.masked_fill(gone, 0), grad_RO=self.grad_RO.masked_fill(gone, 0))
 
     def per_sample(self) -> Tensor:
         hot = torch.nn.functional.one_hot(self.sample_R, self.num_samples).to(self.grad_RO.dtype)
@@ -291,9 +309,9 @@ def rows_of_samples(x: Tensor, num_samples: int, where: str) -> Tensor:
     Raises:
         ModelError: if the rows cannot be divided by samples.
     """
-    if x.dim() > 1 and x.shape[0] == num_samples:
+    if x.dim() > 1 and x.shape[0] == num_samples and x.numel():
         return x.reshape(num_samples, -1, x.shape[-1])
-    if x.dim() == 2 and num_samples and x.shape[0] % num_samples == 0:
+    if x.dim() == 2 and num_samples and x.numel() and x.shape[0] % num_samples == 0:
         return x.reshape(num_samples, -1, x.shape[-1])
     raise ModelError(
         f"privacy: {where} reads a tensor of shape {tuple(x.shape)} in a microbatch of {num_samples} samples, so its "

@@ -15,7 +15,7 @@ from weft.data.batches import map_tensors, tensors_in
 from weft.errors import ModelError
 from weft.parallel.state.gradients import data_parallel
 from weft.privacy.factors import clip_weights, squares
-from weft.privacy.recorder import GradientRecord, GradientRecorder, Owner, UnknownUse
+from weft.privacy.recorder import CHECKPOINTED, GradientRecord, GradientRecorder, Owner, UnknownUse
 
 
 class SampleGradients:
@@ -66,7 +66,9 @@ class SampleGradients:
         """
         for path, module in self.model.named_modules():
             if any(param is unknown.param for param in module.parameters(recurse=False)):
-                if may_retry and path and path not in self.alone:
+                if may_retry and path and not self._runs_alone(path):
+                    # A module of which a part was alone so far takes the part in.
+                    self.alone = {one: part for one, part in self.alone.items() if not one.startswith(f"{path}.")}
                     self.alone[path] = module
                     return
                 shown = f"{path} ({type(module).__name__})" if path else type(module).__name__
@@ -75,6 +77,9 @@ class SampleGradients:
                     "unknown. Freeze it, or build it from linear layers, embeddings, convolutions and norms."
                 ) from unknown
         raise unknown
+
+    def _runs_alone(self, path: str) -> bool:
+        return any(path == one or path.startswith(f"{one}.") for one in self.alone)
 
     def check_graph(self, losses: Tensor) -> None:
         """Raise ModelError if backward from `losses` would reach a parameter that the recorder has not replaced."""
@@ -85,6 +90,8 @@ class SampleGradients:
             if node is None or node in visited:
                 continue
             visited.add(node)
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                raise ModelError(CHECKPOINTED)
             found = self._owners.get(id(getattr(node, "variable", None)))
             if found is not None and found[0].requires_grad:
                 self.refuse_unseen(found[1].name)
@@ -110,13 +117,18 @@ class SampleGradients:
     def refuse_unseen(self, name: str) -> None:
         """Raise ModelError for a parameter whose gradient is computed outside the recorder."""
         raise ModelError(
-            f"privacy: the gradient of {name} comes from a custom autograd function, so it would not be clipped by "
-            "sample. Freeze it, or build its layer from linear layers, embeddings, convolutions and norms."
+            f"privacy: the gradient of {name} comes from a custom autograd function, a checkpointed part or the loss "
+            "function, so it would not be clipped by sample. Freeze it, or build its layer from linear layers, "
+            "embeddings, convolutions and norms, without torch.utils.checkpoint."
         )
 
     def weights(self, records: Sequence[GradientRecord]) -> list[Tensor]:
         """Return the clipping weight of each unit of each record, (units,) float64. All ranks of tp and pp call it."""
-        return [clip_weights(norms, self.clip) for norms in self.norms(records)]
+        every = self.norms(records)
+        for record, norms in zip(records, every, strict=True):
+            left_out = ~torch.isfinite(norms)
+            record.left_out = left_out if bool(left_out.any()) else None
+        return [clip_weights(norms, self.clip) for norms in every]
 
     def norms(self, records: Sequence[GradientRecord]) -> list[Tensor]:
         """Return the squared norm of each unit of each record, (units,) float64, equal on all ranks of tp and pp.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.privacy.factors import Direct, EmbeddingRows, ExpertRows, Product, Use, rows_of_samples
-from weft.private_torch import Function
+from weft.private_torch import Function, tree_leaves
 
 Put = Callable[[Use], None]
 
@@ -171,6 +171,9 @@ class _Reshaped:
     def weighted(self, weights_B: Tensor | None) -> Tensor:
         return self.use.weighted(weights_B).view(self.shape)
 
+    def without(self, left_out_B: Tensor) -> Use:
+        return _Reshaped(self._use.without(left_out_B), self._shape)
+
     def per_sample(self) -> Tensor:
         found = self.use.per_sample()
         return found.view(len(found), *self.shape)
@@ -191,8 +194,14 @@ class VmapModule(Function):
     ) -> Tensor:
         count = len(tensors) - len(puts)
         ctx.save_for_backward(*tensors)
-        ctx.call, ctx.puts, ctx.count = call, puts, count
-        found = call(tensors[:count], tensors[count:])
+        ctx.call, ctx.puts, ctx.count, ctx.path = call, puts, count, path
+        with torch.enable_grad():
+            found = call([one.detach() for one in tensors[:count]], [one.detach() for one in tensors[count:]])
+        if isinstance(found, Tensor) and found.requires_grad:
+            raise ModelError(
+                f"privacy: {path} reads a tensor that is not an argument of its forward, and its gradients are "
+                "computed sample by sample from arguments. Pass the tensor as one."
+            )
         is_by_row = isinstance(found, Tensor) and all(
             one.dim() and one.shape[0] == samples for one in (found, *tensors[:count])
         )
@@ -202,7 +211,8 @@ class VmapModule(Function):
                 "such tensor, for its gradients to be computed sample by sample. Freeze it, or build it from linear "
                 "layers, embeddings, convolutions and norms."
             )
-        return found
+        ctx.found = found.detach()
+        return found.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,15 +227,34 @@ class VmapModule(Function):
                 return ctx.call(tuple(one[None] for one in every), values)[0]
 
             pulled: Any = torch.func.vjp(run, tuple(rows[index] for index in traced), tuple(params))
-            return pulled[1](grad)
+            return pulled[0], *pulled[1](grad)
 
-        found, of_params = torch.func.vmap(of_sample)(tuple(inputs), grads[0])
+        try:
+            again, found, of_params = torch.func.vmap(of_sample)(tuple(inputs), grads[0])
+        except RuntimeError as error:
+            raise ModelError(
+                f"privacy: the gradients of {ctx.path} cannot be computed sample by sample: {error}. Freeze it, or "
+                "build it from linear layers, embeddings, convolutions and norms."
+            ) from error
+        _expect_same(ctx.found, again, ctx.path)
         for put, grad in zip(ctx.puts, of_params, strict=True):
             put(Direct(grad))
         by_input: list[Tensor | None] = [None] * ctx.count
         for index, grad in zip(traced, found, strict=True):
             by_input[index] = grad
         return None, None, None, None, *by_input, *[None] * len(params)
+
+
+def _expect_same(found: Tensor, again: Tensor, path: str) -> None:
+    """Raise ModelError if a module returned other values for single samples than for the microbatch."""
+    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(found.dtype, 5e-2)
+    size = float(found.abs().max()) if found.numel() else 0.0
+    if not torch.allclose(found, again, rtol=tolerance, atol=tolerance * size, equal_nan=True):
+        raise ModelError(
+            f"privacy: {path} returns other values for a sample alone than beside others, because it mixes samples, "
+            "draws random numbers, or reads a tensor that is not an argument. Freeze it, or build it from linear "
+            "layers, embeddings, convolutions and norms."
+        )
 
 
 def run_alone(
@@ -243,10 +272,11 @@ def run_alone(
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     begun = [begin(param) for _, param in named]
     places = [index for index, one in enumerate(args) if isinstance(one, Tensor)]
-    if any(isinstance(value, Tensor) for value in kwargs.values()):
+    others = [one for one in args if not isinstance(one, Tensor)]
+    if any(isinstance(one, Tensor) for one in tree_leaves((others, kwargs))):
         raise ModelError(
-            f"privacy: {path} reads tensors by keyword, and its gradients are computed sample by sample from "
-            "positional arguments. Pass them by position."
+            f"privacy: {path} reads tensors by keyword or in lists, and its gradients are computed sample by sample "
+            "from positional arguments. Pass each by position."
         )
 
     def call(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:

@@ -22,9 +22,15 @@ from weft.parallel.layers.deferred_gradients import DeferredProduct, linear
 from weft.parallel.tensor.linear import Column, columns
 from weft.privacy import operations
 from weft.privacy.factors import Direct, Product, Use, kept_bytes, rows_of_samples, squared_norms, summed
-from weft.privacy.private_torch import without_functions
+from weft.privacy.private_torch import is_checkpointed, without_functions
 
 Put = Callable[[Use], None]
+
+#: Error for a model that recomputes parts by itself.
+CHECKPOINTED = (
+    "privacy: the model runs parts of forward again in backward, by torch.utils.checkpoint, where the recorder does "
+    "not see them. Turn gradient checkpointing off in the model."
+)
 
 
 class UnknownUse(ModelError):
@@ -83,6 +89,8 @@ class GradientRecord:
         self._entries: dict[int, _Entry] = {}
         self._norms: Tensor | None = None
         self._sums: dict[int, tuple[nn.Parameter, Tensor]] | None = None
+        #: For each unit, True if its gradient is not finite, or None if all are.
+        self.left_out: Tensor | None = None
         #: Per-sample gradients of parameters whose gradients are sums over tp, by name.
         self.partial: dict[str, Tensor] = {}
 
@@ -105,6 +113,8 @@ class GradientRecord:
 
     @torch.no_grad()
     def _add(self, sums: dict[int, tuple[nn.Parameter, Tensor]], param: nn.Parameter, use: Use) -> None:
+        if self.left_out is not None:
+            use = use.without(self.left_out.repeat_interleave(self._each))
         found = use.weighted(None).to(param.dtype)
         before = sums.get(id(param))
         sums[id(param)] = param, found if before is None else before[1] + found
@@ -153,6 +163,8 @@ class GradientRecord:
         """Yield the weighted sums of the units' gradients by parameter, and free their uses."""
         for entry in self._entries.values():
             if entry.uses:
+                if self.left_out is not None:
+                    entry.uses = [use.without(self.left_out) for use in entry.uses]
                 total = entry.uses[0].weighted(weights_B)
                 for use in entry.uses[1:]:
                     total = total + use.weighted(weights_B)
@@ -262,6 +274,8 @@ class GradientRecorder(TorchFunctionMode):
         """Return a detached leaf of a parameter or its alias, and the receiver of its gradient."""
         param = self._param(tensor)
         assert param is not None
+        if is_checkpointed():
+            raise ModelError(CHECKPOINTED)
         return tensor.detach().requires_grad_(), self.record.begin(param)
 
     def _is_transposed(self, tensor: Tensor) -> bool:
@@ -395,10 +409,12 @@ def _embedding(
     samples = recorder.record.samples
     if input.dim() > 1 and input.shape[0] == 1 and samples > 1:  # positions, which the samples share
         input = input.expand(samples, *input.shape[1:])
-    elif not input.dim() or input.shape[0] % max(1, samples) or (input.dim() > 1 and input.shape[0] != samples):
+    elif not input.dim() or input.shape[0] != samples:
+        shown = ", ".join(map(str, input.shape))
         raise ModelError(
             f"privacy: an embedding reads ids of shape {tuple(input.shape)} in a microbatch of {samples} samples, so "
-            f"its rows are not samples. Put samples first: ({samples}, ...)."
+            f"its rows are not samples. Put samples first: ({samples}, ...), or (1, {shown}) for ids that all samples "
+            "share."
         )
     leaf, put = recorder._begin(weight)
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(weight) + padding_idx
@@ -442,7 +458,8 @@ def _convolution(
         return func(input, weight, bias, stride, padding, dilation, groups)
     size = weight.dim() - 2
     if param is None or padding == "same":
-        raise UnknownUse(param or recorder._param(bias), f"{func.__name__} with padding='same' or a frozen weight")  # pyright: ignore[reportArgumentType] - one is trained
+        owner = recorder._param(bias) if param is None else param
+        raise UnknownUse(owner, f"{func.__name__} with padding='same' or a frozen weight")  # pyright: ignore[reportArgumentType] - one is trained
     padding = 0 if padding == "valid" else padding
     sizes = [(one,) * size if isinstance(one, int) else tuple(one) for one in (stride, padding, dilation)]
     leaf, put = recorder._begin(weight)

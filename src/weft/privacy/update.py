@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Mesh
 from weft.config.privacy.section import most_drawn
-from weft.errors import CheckpointError, ConfigError, ModelError, PlanError
+from weft.errors import CheckpointError, ConfigError, ModelError, PlanError, WeftWarning
 from weft.parallel.state.flat_slices import PlacedPart
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.tables.model import table_weights
@@ -55,7 +56,8 @@ class PrivateUpdate:
         self._key = _shared_key(privacy.key, mesh)
         self._places: dict[nn.Parameter, PlacedPart] = {}
         self._optimizer: torch.optim.Optimizer | None = None
-        self._is_checked = False
+        self._is_checked = self._warned = False
+        self._drawn: set[int] = set()
 
     @property
     def most_drawn(self) -> int:
@@ -65,6 +67,7 @@ class PrivateUpdate:
 
     def draw(self, step: int) -> np.ndarray:
         """Return the units of a step, int64, in ascending order. step: steps done before."""
+        self._drawn.add(step)
         found = drawn(self._key, step, self.privacy.records, self.privacy.rate)
         if not self.privacy.canaries:
             return found
@@ -116,6 +119,15 @@ class PrivateUpdate:
                 f"privacy.epsilon={self.privacy.epsilon:g}: it is spent after {self.ledger.count} steps. Use the "
                 "weights of this step, or start a run with a larger epsilon."
             )
+        if self.ledger.count not in self._drawn and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "privacy: this step's batch was not drawn by run.private_batches, and epsilon counts each step as a "
+                "Poisson draw. Loop over run.private_batches(dataset, step).",
+                WeftWarning,
+                stacklevel=3,
+            )
+        self._drawn = {one for one in self._drawn if one > self.ledger.count}
 
     def add_noise(self, factor: float) -> None:
         """Add the step's noise to the sums of clipped gradients, and count the step.

@@ -190,7 +190,12 @@ def id_text(record: TableRecord, column: RecordColumn, value: Any) -> str:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, str | int):
         record.refuse(f"column {column.name!r} holds {_shown(value)}, and an id is text or a whole number.")
-    return str(value).strip()
+    text = str(value).strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        record.refuse(f"column {column.name!r} holds {_shown(text)}, which is not Unicode text. Repair the file.")
+    return text
 
 
 def id_texts(record: TableRecord, column: RecordColumn, value: Any) -> list[str]:
@@ -249,7 +254,8 @@ def id_reader(column: RecordColumn, vocabulary: Mapping[str, int]) -> Callable[[
         return hashed(text, column.size) if text else unknown(record, text, ". Leave the record out, or")
 
     def integer(record: TableRecord, text: str) -> int:
-        number = int(text) if text.lstrip("-").isdecimal() else -1
+        # Longer texts are out of range, and Python converts no text of thousands of digits.
+        number = int(text) if text.isdecimal() and len(text) < 100 else -1
         if 0 <= number < column.size:
             return number
         return unknown(record, text, f", and its ids are 0 to {column.size - 1}. Use a larger size, or")
@@ -327,7 +333,7 @@ def _is_number(text: str) -> bool:
 def _finite(record: TableRecord, column: RecordColumn, value: Any) -> float:
     try:
         found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not math.isfinite(found):
         record.refuse(f"column {column.name!r} holds {_shown(value)}, and a number is needed.")

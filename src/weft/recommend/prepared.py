@@ -37,7 +37,7 @@ from weft.train.tasks.base import Report
 from weft.units import counted
 
 #: Part of the key of cached tables. A new number invalidates them.
-_VERSION = 1
+_VERSION = 2
 SPLITS = ("random", "time", "last")
 
 
@@ -207,7 +207,7 @@ class RecommendReader:
                 row[f"bag.{one.module}"] = np.array(self._indices(record, one), np.int64)
             if schema.numbers:
                 values = [number_of(record, one, record.value(one.name, OPTION)) for one in schema.numbers]
-                row["numbers"] = np.array(values, np.float32)
+                row["numbers"] = np.array(values, np.float64)  # float32 cannot tell times in milliseconds apart
             if (label := schema.label) is not None:
                 row["label"] = np.array([label_of(record, label, record.value(label.name, OPTION))], np.float32)
             if (time := schema.time) is not None:

@@ -420,6 +420,8 @@ class RecordReader:
                 continue
             if header is None:
                 header = row
+                if twice := next((one for one in row if one and row.count(one) > 1), None):
+                    raise DataError(f"{name}: two columns have the name {twice!r}. Rename one of them.")
             elif row:
                 yield self._csv_record(rows.line_num, header, row)
 

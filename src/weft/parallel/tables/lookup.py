@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from weft.errors import ModelError
@@ -19,7 +20,7 @@ from weft.models.keras_model import KerasEmbedding
 from weft.parallel.private_torch import plain_call, without_memory
 from weft.parallel.tables.requests import local_rows, request_rows
 from weft.parallel.tables.table import Lookup, LookupQueue, Table, TableCall
-from weft.private_torch import tree_map_only, uncompiled
+from weft.private_torch import tree_map_only, uncompiled, version_of
 
 _tensor: Any = Tensor
 
@@ -36,6 +37,11 @@ def look_up(table: Table, ids: Tensor, finish: Callable[[Lookup], Tensor], shape
         ModelError: for an id out of range, or a lookup with gradients outside a train step.
         CommError: if another rank has an id out of range.
     """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ModelError(
+            f"table {table.name.rpartition('.')[0]!r}: its ids are {str(ids.dtype).removeprefix('torch.')}, and ids "
+            "are int64 or int32. Convert them by ids.long()."
+        )
     queue, trains = table.queue, torch.is_grad_enabled()
     if trains and not queue.is_open:
         raise ModelError(
@@ -61,6 +67,11 @@ def look_up(table: Table, ids: Tensor, finish: Callable[[Lookup], Tensor], shape
 def result_of(lookup: Lookup) -> Tensor:
     """Return the result of a lookup. Fetches the rows of all lookups that wait, unless it has arrived."""
     while lookup.result is None:
+        if lookup not in lookup.table.queue.waiting:
+            raise ModelError(
+                f"table {lookup.table.name!r}: rows were not fetched, because an earlier lookup failed. Look them up "
+                "again."
+            )
         fetch_waiting(lookup.table.queue)
     return lookup.result
 
@@ -68,9 +79,13 @@ def result_of(lookup: Lookup) -> Tensor:
 def fetch_waiting(queue: LookupQueue) -> None:
     """Fetch the rows of the waiting lookups, as many as all ranks wait for. All ranks call it."""
     waiting = queue.waiting
-    calls, most = request_rows(
-        [one.table for one in waiting], [one.unique_U for one in waiting], [one.trains for one in waiting]
-    )
+    try:
+        calls, most = request_rows(
+            [one.table for one in waiting], [one.unique_U for one in waiting], [one.trains for one in waiting]
+        )
+    except BaseException:
+        waiting.clear()  # else the next lookup would fail too
+        raise
     if any(one.trains for one in waiting[: len(calls)]):
         queue.most += most
     for lookup, call in zip(waiting[: len(calls)], calls, strict=True):
@@ -84,9 +99,30 @@ def _arrive(lookup: Lookup, call: TableCall) -> Tensor:
     if lookup.trains:
         lookup.rows_UD.requires_grad_()
         lookup.table.calls.append(call)
-    with torch.set_grad_enabled(lookup.trains):
+    with torch.set_grad_enabled(lookup.trains), _without_hooks(lookup.table.name):
         lookup.result = lookup.finish(lookup)
     return lookup.result
+
+
+@contextmanager
+def _without_hooks(name: str) -> Generator[None]:
+    """Hide tensors from hooks of the code that uses a result first, such as those of a checkpointed block."""
+    hooks = saved_tensors_hooks(_same, _same)
+    try:
+        hooks.__enter__()
+    except RuntimeError as error:
+        raise ModelError(
+            f"table {name!r}: torch.func.grad, or a similar transform, uses the result of a lookup first. Use the "
+            "result before, as in x = x + 0."
+        ) from error
+    try:
+        yield
+    finally:
+        hooks.__exit__(None, None, None)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextmanager
@@ -107,6 +143,11 @@ def _add_gradient(lookup: Lookup) -> None:
     """Add the gradient of a placeholder that torch's C++ code used itself, as custom autograd functions do."""
     grad: Tensor | None = plain_call(_tensor.grad.__get__, (lookup.placeholder,), {})
     if grad is not None:
+        if lookup.result is not None and version_of(lookup.result):
+            raise ModelError(
+                f"table {lookup.table.name!r}: the result of a lookup was changed in place, and then read by a custom "
+                "autograd function or compiled code. Use operations that are not in place."
+            )
         with torch.enable_grad():
             result = lookup.finish(lookup)
         torch.autograd.backward(result, grad.to(result.dtype))
@@ -147,20 +188,27 @@ _METADATA = frozenset(
 )
 
 
-class TableEmbedding(nn.Embedding):
-    """An nn.Embedding whose table is sharded."""
+class _TablePart(nn.Module):
+    """A module with a table. On several ranks its weight is a part, which only Weft reads."""
 
     _weft_table: Table
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and self._weft_table.is_part:
+            raise WeightRefused(_refusal(self._weft_table.name))
+        return super().__getattr__(name)
+
+
+class TableEmbedding(_TablePart, nn.Embedding):
+    """An nn.Embedding whose table is sharded."""
 
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         return look_up(self._weft_table, input, _rows_of, (*input.shape, self.embedding_dim))
 
 
-class KerasTable(KerasEmbedding):
+class KerasTable(_TablePart, KerasEmbedding):
     """The table of a Keras Embedding layer that is sharded."""
-
-    _weft_table: Table
 
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
@@ -173,10 +221,8 @@ def _rows_of(lookup: Lookup) -> Tensor:
     return F.embedding(lookup.index, lookup.rows_UD).to(lookup.table.compute)
 
 
-class TableBag(nn.EmbeddingBag):
+class TableBag(_TablePart, nn.EmbeddingBag):
     """An nn.EmbeddingBag whose table is sharded."""
-
-    _weft_table: Table
 
     @uncompiled
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -188,7 +234,7 @@ class TableBag(nn.EmbeddingBag):
 
         # Copies, because the caller may change them before the rows arrive.
         starts = None if offsets is None else offsets.long().clone()
-        factors = None if per_sample_weights is None else per_sample_weights.to(self.weight.dtype).clone()
+        factors = None if per_sample_weights is None else per_sample_weights.to(self._weft_table.weight.dtype).clone()
 
         def finish(lookup: Lookup) -> Tensor:
             assert lookup.rows_UD is not None
@@ -215,7 +261,15 @@ class TableBag(nn.EmbeddingBag):
 
 def refuse_weight(name: str) -> NoReturn:
     """Raise the error for a forward that uses a table's weight outside its module's lookup."""
-    raise ModelError(
+    raise ModelError(_refusal(name))
+
+
+def _refusal(name: str) -> str:
+    return (
         f"table {name!r}: code outside its module computes with the weight, of which each rank holds a part. Look rows "
         "up by calling the module, or leave it out of layout."
     )
+
+
+class WeightRefused(ModelError, AttributeError):
+    """Raised if code reads the weight of a sharded table. Python's `hasattr` then returns False."""

@@ -85,7 +85,7 @@ class TableModel(FlatModel):
         filled_later: bool = False,
     ):
         for table in tables:  # moved to the device since
-            weight = table.module.weight
+            weight = table.held
             assert isinstance(weight, nn.Parameter)
             table.weight = weight
         materialize_tables(tables, seed, filled_later, mesh.device)
@@ -107,7 +107,7 @@ class TableModel(FlatModel):
         self.queue.most = 0
         for table in self.tables:
             table.calls, table.rows, table.grads = [], None, None
-            if table.module.weight is not table.weight or not table.weight.requires_grad:
+            if table.held is not table.weight or not table.weight.requires_grad:
                 raise ModelError(
                     f"parameter {table.name!r}: it was replaced or frozen after parallelize. Do that before "
                     "parallelize."

@@ -153,6 +153,16 @@ class Table:
         return {"columns": 1, "replicate": None}.get(self.style, 0)
 
     @property
+    def is_part(self) -> bool:
+        """True if the weight of a rank is not the full table."""
+        return self.dim is not None and self.axis.size > 1
+
+    @property
+    def held(self) -> Tensor | None:
+        """The module's weight."""
+        return dict(self.module.named_parameters(recurse=False)).get("weight")
+
+    @property
     def span(self) -> tuple[int, int]:
         """First row or column of this rank's part, and its end; all rows for style replicate."""
         if self.dim is None:

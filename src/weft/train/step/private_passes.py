@@ -9,8 +9,7 @@ the norms of a sample are computed after all stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
 from weft.devices import access
-from weft.errors import ModelError
 from weft.monitor.step_times import Meter
 from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
 from weft.parallel.random.streams import SampleNumbers
@@ -30,11 +28,10 @@ from weft.privacy.update import PrivateUpdate
 from weft.train.batches.microbatches import ForwardFn, samples_in, split_rows
 from weft.train.losses import CheckedLoss
 from weft.train.step.passes import Accumulate, Work
+from weft.train.step.sample_check import check_samples, largest_microbatch
 
 #: Elements of gradients that are held until they are passed to autograd.
 _DELIVERED = 2**20
-#: Relative difference of squared norms that rounding explains.
-_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 
 
 class PrivateAccumulate(Accumulate):
@@ -53,43 +50,35 @@ class PrivateAccumulate(Accumulate):
         self._is_sharded, self._mesh, self._update = mesh.plan.zero == 3, mesh, update
         #: 1 or 2; 0 until the first step chooses by memory.
         self.passes = update.privacy.passes or (2 if self._is_sharded or mesh.plan.pp > 1 else 0)
-        self._is_checked = False
+        self._has_run, self._is_checked = False, False
 
     def run(self, work: Work) -> None:
-        """Run all microbatches. In the first step, check that samples do not change each other's gradients."""
+        """Run all microbatches. In the first steps, check that samples do not change each other's gradients."""
         if not self._is_checked:
             self._check(work)
-            self._is_checked = True
         super().run(work)
 
     def _check(self, work: Work) -> None:
-        """Compare the norm of the first sample alone and with another one, without dropout. Choose the passes.
+        """Check, in the first step and in the first one with two rows in a microbatch, that rows do not mix.
 
-        Raises ModelError if they differ, or if a parameter's gradient is computed outside the recorder.
+        All data ranks decide alike, because under zero=3 a forward communicates.
+
+        Raises ModelError if they do, or if a parameter's gradient is computed outside the recorder.
         """
-        batch = work.microbatches[0]
-        rows = min(2, samples_in(batch))
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            found: list[Tensor] = []
-            for count, some in zip((rows, 1), split_rows(batch, [range(rows), range(1)]), strict=True):
-                numbers = [SampleNumbers(range(count))]
-                few = replace(work, microbatches=[some], samples=numbers, inside=lambda index: nullcontext())
-                record = self._norms(few, 0, keeps=not self.passes, check=self.gradients.check_graph)
-                if not self.passes:
-                    self.passes = self._passes_in(record.kept_bytes / count, batch, work.samples[0])
-                found.append(self.gradients.norms([record])[0][:1])
-        finally:
-            for module in training:
-                module.training = True
-        beside, alone = (float(one) for one in found)
-        if abs(beside - alone) > _TOLERANCE[self._mesh.plan.precision] * max(alone, 1e-12):
-            raise ModelError(
-                f"privacy: the gradient of a sample has norm {beside**0.5:.6g} beside another sample, and "
-                f"{alone**0.5:.6g} alone, so the model mixes samples or its rows are not samples. Put samples first, "
-                "and use layers that treat them separately."
-            )
+        index = largest_microbatch(work)
+        batch, samples = work.microbatches[index], work.samples[index]
+        most = torch.tensor([min(2, samples_in(batch))], device=self._mesh.device)
+        has_pair = int(all_reduce(most, self._mesh.data, op="max")) == 2
+
+        def compute(few: Work) -> tuple[Tensor, Tensor]:
+            record, losses = self._norms(few, 0, keeps=not self.passes, check=self.gradients.check_graph)
+            if not self.passes:
+                self.passes = self._passes_in(record.kept_bytes / len(losses), batch, samples)
+            return losses, self.gradients.norms([record])[0]
+
+        if has_pair or not self._has_run:
+            check_samples(self.model, work, index, self._mesh.plan.precision, compute)
+        self._has_run, self._is_checked = True, has_pair
 
     def _passes_in(self, row_bytes: float, batch: Any, samples: SampleNumbers) -> int:
         """Return 1 if one pass fits into memory on every rank, else 2. All ranks call it.
@@ -119,7 +108,7 @@ class PrivateAccumulate(Accumulate):
         elif not self._is_sharded:
             self._run_backward_twice(work, index)
         else:
-            [weights] = self.gradients.weights([self._norms(work, index)])
+            [weights] = self.gradients.weights([self._norms(work, index)[0]])
             work.draws.begin(index)
             self._run_weighted(work, index, weights)
 
@@ -128,7 +117,8 @@ class PrivateAccumulate(Accumulate):
         with self.engine.microbatch(last):
             record, losses = self._recorded(work, index, keeps=True, counts=True)
             with self.meter.phase("backward"):
-                losses.sum().backward()
+                with self._watching():
+                    losses.sum().backward()
                 [weights] = self.gradients.weights([record])
                 weights = weights * (work.scale * (not work.samples[index].is_empty))
                 deliver(record.weighted(weights))
@@ -139,14 +129,21 @@ class PrivateAccumulate(Accumulate):
         with self.engine.microbatch(last):
             record, losses = self._recorded(work, index, keeps=False, counts=True)
             with self.meter.phase("backward"):
-                losses.sum().backward(retain_graph=True)
-                [weights] = self.gradients.weights([record])
-                deliver(record.second_backward(self._weighted(work, index, losses, weights)))
+                with self._watching():
+                    losses.sum().backward(retain_graph=True)
+                    [weights] = self.gradients.weights([record])
+                    found = record.second_backward(self._weighted(work, index, losses, weights))
+                deliver(found)
+
+    def _watching(self) -> AbstractContextManager[None]:
+        """Return a context for a backward that must not reach parameters."""
+        # zero=3 calls the hooks of shards after a reduction, even of no gradients.
+        return nullcontext() if self._is_sharded else self.gradients.watching()
 
     def _norms(
         self, work: Work, index: int, *, keeps: bool = False, check: Callable[[Tensor], None] | None = None
-    ) -> GradientRecord:
-        """Run forward and backward without gradients of parameters. Return the record of the norms.
+    ) -> tuple[GradientRecord, Tensor]:
+        """Run forward and backward without gradients of parameters. Return the record of the norms, and the losses.
 
         keeps: keep the factors. check: called with the losses before backward.
         """
@@ -155,9 +152,9 @@ class PrivateAccumulate(Accumulate):
             record, losses = self._recorded(work, index, keeps=keeps, counts=False)
             if check is not None:
                 check(losses)
-            with self.meter.phase("backward"):
+            with self.meter.phase("backward"), self._watching():
                 losses.sum().backward()
-        return record
+        return record, losses
 
     def _record(self, work: Work, index: int, *, keeps: bool = False) -> GradientRecord:
         """Return an empty record of a microbatch, whose samples have equal numbers of rows if they are units."""
@@ -192,9 +189,12 @@ class PrivateAccumulate(Accumulate):
             shares = row_shares(work.samples[index].records, len(losses)).to(sums)
             losses, sums, numbers = losses * shares.to(losses), sums * (shares > 0), numbers * (shares > 0)
         if counts and not work.samples[index].is_empty:
-            work.losses[index] = sums.sum(), numbers.sum()
-            work.sums[0] += sums.sum()
-            work.sums[1] += numbers.sum()
+            # A sample without a finite loss is left out, so that it cannot end the step for all others.
+            is_finite = torch.isfinite(sums)
+            total, count = sums.where(is_finite, 0.0).sum(), numbers.where(is_finite, 0.0).sum()
+            work.losses[index] = total, count
+            work.sums[0] += total
+            work.sums[1] += count
         return losses
 
     def _run_weighted(self, work: Work, index: int, weights: Tensor) -> None:
@@ -210,7 +210,7 @@ class PrivateAccumulate(Accumulate):
     def _weighted(self, work: Work, index: int, losses: Tensor, weights: Tensor) -> Tensor:
         factor = work.scale * (not work.samples[index].is_empty)
         weights = weights.repeat_interleave(len(losses) // max(1, len(weights)))
-        return (losses * weights.to(losses.dtype)).sum() * factor
+        return (losses * weights.to(losses.dtype)).where(weights > 0, 0.0).sum() * factor
 
 
 def row_shares(records: Sequence[int], rows: int) -> Tensor:
@@ -264,8 +264,7 @@ class PrivatePipelined(PrivateAccumulate):
         try:
             is_first, self._is_checked = not self._is_checked, True
             with (
-                # zero=3 calls the hooks of shards after a reduction, even of no gradients.
-                self.gradients.watching() if is_first and not self._is_sharded else nullcontext(),
+                self._watching() if is_first else nullcontext(),
                 self.engine.microbatch(False) if self._is_sharded else nullcontext(),
             ):
                 self._pipeline.step(norms, self.meter)
