@@ -161,7 +161,7 @@ FULL_PLANS = [pytest.param(plan, marks=pytest.mark.full) for plan in ("dp_replic
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=1", *FULL_PLANS])
-def test_documents_of_token_files(tmp_path, monkeypatch, capsys, plan):
+def test_documents_of_token_files(tmp_path, monkeypatch, capfd, plan):
     """Documents of several sequences are drawn whole, and a resumed run draws the same ones."""
     monkeypatch.chdir(tmp_path)
     texts = ["word " * (1 + 3 * n % 20) + str(n) for n in range(30)]
@@ -169,20 +169,21 @@ def test_documents_of_token_files(tmp_path, monkeypatch, capsys, plan):
     config = tmp_path / "text.toml"
     config.write_text(f'plan = "{plan}"\n{TEXT}')
     assert train(config, "whole")[0] == 0
+    assert "4 documents expected in a step" in capfd.readouterr().out
     assert train(config, "parts", "train.steps=2")[0] == 0
     assert train(config, "parts")[0] == 0
     whole, parts = weights(tmp_path / "runs/whole"), weights(tmp_path / "runs/parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    capsys.readouterr()
+    capfd.readouterr()
     assert run(["privacy", "report", str(tmp_path / "runs/parts"), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(capfd.readouterr().out)
     assert (report["unit"], report["records"], report["steps"]) == ("document", 30, [[1.0, 4 / 30, 4]])
     for number, (setting, why) in enumerate((
         ("data.packing=fit", "sequences of a stream pack several documents, so clipping a sequence bounds none"),
         ("privacy.unit=user", "privacy.unit=user: token files keep no columns. Use unit=document, or unit=sample"),
     )):  # fmt: skip
         assert train(config, f"refused-{number}", setting)[0] == 2
-        assert why in capsys.readouterr().err
+        assert why in capfd.readouterr().err
 
 
 @pytest.mark.full

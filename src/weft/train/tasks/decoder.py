@@ -187,6 +187,9 @@ class DecoderTask(ModelTask):
     def batch_line(self) -> str:
         train = self.config.train
         tokens = train.global_batch * train.seq_len
+        if (privacy := self.config.privacy).is_on:
+            units = "documents" if privacy.unit == "document" else "sequences"
+            return f"{train.global_batch} {units} expected in a step, at most {train.seq_len} tokens each sequence"
         return (
             f"{train.global_batch} sequences of {train.seq_len} tokens: {format_count(tokens)} tokens a step, "
             f"{train.steps} steps, {format_count(tokens * train.steps)} tokens"
