@@ -139,6 +139,20 @@ CASES = [
      "split=2+4: it divides the blocks of a pipeline, and pp is 1. Leave split out, or use pp=2 or more.", ""),
     ("split-fits-model", "pp=2 split=2+5", FACTS,
      "split=2+5: there are 2 stages and 6 layers. Use 2 numbers that add up to 6, or leave split out.", "pp=2"),
+    ("recompute-list-matches-pp", "pp=2 recompute=full+none+none", Facts(),
+     "recompute=full+none+none: it lists 3 values, one for each rank of pp, and pp is 2. Use recompute=full+none.",
+     "pp=2"),
+    ("recompute-list-matches-pp", "recompute=full+none", Facts(),
+     "recompute=full+none: it lists 2 values, one for each rank of pp, and pp is 1. Use pp=2, or recompute=full.", ""),
+    ("offload-list-matches-pp", "pp=4 offload=optimizer:1/0", Facts(),
+     "offload=optimizer:1/0: it lists 2 values, one for each rank of pp, and pp is 4. Use offload=optimizer:1/0/0/0.",
+     "pp=4"),
+    ("lists-without-compile", "pp=2 recompute=full+none compile=on", Facts(),
+     "recompute=full+none: policies and shares by rank of pp are not tested with compiled blocks or CUDA graphs. "
+     "Use compile=off and graphs=off, or one value for all ranks.", "pp=2 recompute=full+none"),
+    ("only-optimizer-by-rank", "pp=2 dp_shard=2 zero=3 reshard=after_step offload=params:1/0", Facts(),
+     "offload=params:1/0: only optimizer has a share for each rank of pp. Use one share for all ranks.",
+     "pp=2 dp_shard=2 zero=3 reshard=after_step"),
     ("offload-params-needs-zero-3", "offload=params:0.25", Facts(),
      "offload=params:0.25: zero=0 needs all parameters on the device in every pass; zero=3 loads them block by "
      "block. Use zero=3, or offload=optimizer.", "offload=optimizer:0.25"),
@@ -151,6 +165,9 @@ CASES = [
     ("zero-needs-shard", "zero=2", Facts(),
      "zero=2: ZeRO shards over dp_shard and cp, and both are 1. Use zero=0, dp_shard=2 or more, or "
      "offload=params with zero=3.", ""),
+    ("zero-needs-shard", "dp_replicate=2 shares=3+1 zero=2", Facts(),
+     "zero=2: ZeRO shards over dp_shard and cp, and both are 1. Use dp_shard=2 shares=3+1 zero=2, or zero=0.",
+     "dp_shard=2 shares=3+1 zero=2"),
     ("shard-needs-zero", "dp_shard=4", Facts(),
      "dp_shard=4: zero=0 shards nothing, so these ranks would be replicas. Use zero=1, 2 or 3, or dp_replicate=4 for "
      "replicas.",

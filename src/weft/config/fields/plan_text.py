@@ -6,11 +6,58 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from weft.config.fields.layout import common_divisors
-from weft.config.fields.plan_values import Counts, Integer, PlanField, Schema, SearchFacts
+from weft.config.fields.plan_values import (
+    LARGEST,
+    Integer,
+    ListKind,
+    PlanField,
+    Schema,
+    SearchFacts,
+    number_of,
+    numbered,
+)
 from weft.errors import PlanError, Problem, did_you_mean, shown
+
+_COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts(ListKind):
+    """Positive integers, one for each pipeline stage. The planner's column has a number for each list, and 0 for ()."""
+
+    dtype: str = "int64"
+
+    def read(self, value: object) -> object:
+        if isinstance(value, str) and value != "none" and not _COUNTS.fullmatch(value):
+            return value
+        return ListKind.read(self, value)
+
+    def part(self, text: str) -> object:
+        return int(text)
+
+    def check(self, name: str, value: object) -> tuple[int, ...]:
+        counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
+        if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= LARGEST for count in counts):
+            return cast(tuple[int, ...], counts)
+        rule = f"each stage has a whole number of blocks, at least 1. Use e.g. {name}=3+4+4+3, or leave it out."
+        raise PlanError([Problem.of(name, shown(cast(object, value)), rule)])
+
+    def words(self) -> str:
+        return "whole numbers joined by `+`"
+
+    def schema(self) -> Schema:
+        counts: Schema = {"type": "array", "items": {"type": "integer", "minimum": 1}}
+        return {"anyOf": [counts, {"type": "string", "pattern": f"^(none|{_COUNTS.pattern})$"}]}
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (number_of(value) if value else 0,)
+
+    def decode(self, *numbers: Any) -> tuple[int, ...]:
+        return numbered(numbers[0]) if numbers[0] else ()
+
 
 #: Value of `shares` that is measured before the first step. It is written "auto".
 MEASURED_SHARES = (0,)

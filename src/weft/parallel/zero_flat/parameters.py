@@ -53,7 +53,7 @@ class FlatParameters:
         self.kinds = {slot: axes.of(slot.name, slot.shape) for slot in self.slots}
         self.untrained = Untrained(model, axes, self._formats, materialise.value_of)
         sizes = [(slot.name, slot.numel) for slot in reversed(self.slots)]  # in the order of backward
-        self.on_host = choose(sizes, axes.mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
+        self.on_host = choose(sizes, axes.mesh.stage_plan.offload_share("optimizer")) if host else frozenset[str]()
 
     @property
     def is_sharded(self) -> bool:

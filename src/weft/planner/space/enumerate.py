@@ -273,7 +273,8 @@ class PlanGrid:
             if len(mesh):
                 values = {name: _taken(array[rows], mesh) for name, array in left.items()}
                 values |= {name: _taken(array, flag) for name, array in right.items()}
-                yield Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
+                found = Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
+                yield found.with_largest_share(job)
 
     def _alive(self, rows: slice, tally: Tally) -> Mask:
         alive = np.ones((rows.stop - rows.start, len(self.flags)), dtype=bool)
