@@ -103,6 +103,12 @@ class Plan:
         "also parameters.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
+    shard_shares: tuple[int, ...] = described(ShareList(measured=False), (),
+        "Share of each rank of dp_shard in the optimizer states of zero=1 and 2, and in the gradients of zero=2, for "
+        "devices with different memory (`3+1`); by default equal parts. Collectives pad parts to the largest one. It "
+        "does not change results.", needs=("dp_shard",), tried=((),),
+        # Shares depend on the ranks: tests/parity/test_shares.py
+    )
     reshard: str = described(
         kinds.ReshardPolicy(RESHARDS), RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "

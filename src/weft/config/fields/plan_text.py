@@ -70,21 +70,25 @@ _MOST_SHARES, _LONG = 1_000_000, 5
 
 @dataclass(frozen=True, slots=True)
 class ShareList(Counts):
-    """Positive integers, one for each data-parallel rank; MEASURED_SHARES is written "auto"."""
+    """Positive integers, one for each rank; MEASURED_SHARES is written "auto". measured: True if it is allowed."""
+
+    measured: bool = True
 
     def read(self, value: object) -> object:
         if isinstance(value, str) and _REPEATED.fullmatch(value):
             parts = [part.rpartition("x") for part in value.split("+")]
             if sum(int(count or 1) for count, _, _ in parts) <= _MOST_SHARES:
                 return tuple(int(share) for count, _, share in parts for _ in range(int(count or 1)))
-        return MEASURED_SHARES if value == "auto" else Counts.read(self, value)
+        return MEASURED_SHARES if value == "auto" and self.measured else Counts.read(self, value)
 
     def check(self, name: str, value: object) -> tuple[int, ...]:
         try:
-            return MEASURED_SHARES if value in ("auto", MEASURED_SHARES) else Counts.check(self, name, value)
+            is_auto = self.measured and value in ("auto", MEASURED_SHARES)
+            return MEASURED_SHARES if is_auto else Counts.check(self, name, value)
         except PlanError:
-            rule = "each data-parallel rank has a whole number, at least 1. Use e.g. "
-            raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=3+3+1+1, or {name}=auto.")]) from None
+            rule = f"each {'data-parallel ' if self.measured else ''}rank has a whole number, at least 1. Use e.g. "
+            last = f", or {name}=auto" if self.measured else ", or leave it out"
+            raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=3+3+1+1{last}.")]) from None
 
     def write(self, value: Any) -> str:
         if value == MEASURED_SHARES:
@@ -94,7 +98,9 @@ class ShareList(Counts):
                         for share, count in runs) or "none"  # fmt: skip
 
     def words(self) -> str:
-        return f"{Counts.words(self)}, with a count for equal ones (`64x3+64x1`), or `auto`"
+        return (
+            f"{Counts.words(self)}, with a count for equal ones (`64x3+64x1`){', or `auto`' if self.measured else ''}"
+        )
 
     def schema(self) -> Schema:
         return {"anyOf": [Counts.schema(self), {"type": "string", "pattern": f"^(auto|{_REPEATED.pattern})$"}]}

@@ -40,13 +40,27 @@ def _not_with_shares(
     )
 
 
+def _shards_unequally(config: RunConfig) -> bool:
+    """Return True if the plan has `shard_shares`, which plan=auto never chooses."""
+    found = plan_of(config)
+    return bool(found[0].shard_shares) if found is not None else " shard_shares=" in config.plan
+
+
 def _unfit_plan(config: RunConfig) -> str:
     found = plan_of(config)
     return "" if found is None else unsupported_with_shares(found[0])
 
 
-#: Rules for configs with shares in the plan, or with balance=apply.
+#: Rules for configs with shares or shard_shares in the plan, or with balance=apply.
 SHARE_CONFIG_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
+        name="shard-shares-divide-matrices",
+        keys=("optimizer.name", "plan"),
+        reason="shard_shares divide parameters by elements, and Muon needs full matrices.",
+        predicate=lambda config: config.optimizer.name == "muon" and _shards_unequally(config),
+        message="muon: it needs full matrices, and shard_shares divide them. Use optimizer.name=adamw or sgd, or leave "
+        "shard_shares out.",
+    ),
     ConfigRule(
         name="balance-needs-a-plan",
         keys=("balance", "plan"),

@@ -217,7 +217,7 @@ def _with_more_passes(one: Candidate) -> list[Candidate]:
 def _is_known(plan: Plan) -> bool:
     """Return True for plans that can be priced on mixed devices: no experts over ranks, one stage on each rank."""
     with_shares = plan.replace(shares=(1,) * plan.dp_size) if plan.dp_size > 1 else plan
-    is_uniform = plan.schedule in ("gpipe", "1f1b") and not plan.differs_by_stage
+    is_uniform = plan.schedule in ("gpipe", "1f1b") and not (plan.differs_by_stage or plan.shard_shares)
     return plan.ep == 1 and is_uniform and not unsupported_with_shares(with_shares)
 
 

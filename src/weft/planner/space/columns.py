@@ -319,6 +319,18 @@ class Columns:
         average = self.largest_samples(job) * job.texts / self.num_micro
         return Columns(vars(self) | {"microbatch": np.where(self.shares > 0, average, self.microbatch)})
 
+    @property
+    def largest_shard(self) -> Floats:
+        """The largest part of the states that dp_shard divides, over that of equal parts: 1 without `shard_shares`.
+
+        It is also the padded bytes of a collective over the bytes of equal parts.
+        """
+        found = np.ones(len(self))
+        for code in _codes(self.shard_shares):
+            if weights := PLAN_FIELDS["shard_shares"].kind.decode(code):
+                found = np.where(self.shard_shares == code, len(weights) * max(weights) / sum(weights), found)
+        return found
+
     def with_recompute_share(self, num_layers: int) -> Columns:
         """Return the columns with `recompute_share`: `recompute_blocks` divided by the layers of the fullest rank."""
         if not self.recompute_blocks.any():
