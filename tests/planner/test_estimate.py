@@ -306,4 +306,4 @@ def test_rounded_microbatches_decide_memory_but_not_time():
 
     unequal, three = of("shares=11+5 accumulation=4", job), of("accumulation=4", replace(job, global_batch=24))
     assert unequal.memory["activations"] == pytest.approx(three.memory["activations"])
-    assert unequal.terms["attention"] == pytest.approx(three.terms["attention"] * 11 / 12)
+    assert unequal.terms["attention"] == pytest.approx(three.terms["attention"] * 11 / 12, rel=1e-3)

@@ -183,9 +183,6 @@ CASES = [
     ("shares-have-known-tasks", ["plan=dp_replicate=2 shares=3+1", "task.name=embed", "model.path=base"],
      "task.name=embed: unequal shares of ranks are not built with it yet. Use masked_lm, classify_text, "
      "classify_tokens, seq2seq or the default task, or leave shares out."),
-    ("shares-have-even-batches", ["balance=apply", "data.batching=cost", "task.name=masked_lm", "model.path=base"],
-     "data.batching=cost: unequal shares of ranks are not built with it yet. Use data.batching=fixed, or leave "
-     "balance=apply out."),
     ("shares-have-no-norm-groups", ["balance=apply", "train.norm_group=4"],
      "train.norm_group=4: unequal shares of ranks are not built with it yet. Use train.norm_group=0, or leave "
      "balance=apply out."),

@@ -78,8 +78,6 @@ SHARE_CONFIG_RULES: tuple[ConfigRule, ...] = (
     _not_with_shares("have-known-tasks", "task.name",
                      lambda config: config.task.name is not None and config.task.name not in _TASKS,
                      lambda config: config.task.name, f"Use {', '.join(_TASKS)} or the default task"),
-    _not_with_shares("have-even-batches", "data.batching", lambda config: config.data.batching == "cost",
-                     lambda config: config.data.batching, "Use data.batching=fixed"),
     _not_with_shares("have-no-norm-groups", "train.norm_group", lambda config: config.train.norm_group > 0,
                      lambda config: config.train.norm_group, "Use train.norm_group=0"),
     _not_with_shares("need-torch", "launch.engine", lambda config: config.launch.engine == "jax",

@@ -180,7 +180,7 @@ def _best_of(question: Question, ranked: Sequence[Candidate]) -> MixedPlan | Non
         plan = one.plan
         if plan.measures_shares:
             continue
-        layout = (plan.pp, plan.dp_size, plan.tp, plan.cp, plan.zero, plan.recompute_policy)
+        layout = (plan.pp, plan.dp_size, plan.tp, plan.cp, plan.zero, plan.reshard, plan.recompute_policy)
         if layout not in chosen and _is_known(plan):
             chosen[layout] = _even(one)
         if len(chosen) == _LAYOUTS:
