@@ -307,3 +307,17 @@ def test_rounded_microbatches_decide_memory_but_not_time():
     unequal, three = of("shares=11+5 accumulation=4", job), of("accumulation=4", replace(job, global_batch=24))
     assert unequal.memory["activations"] == pytest.approx(three.memory["activations"])
     assert unequal.terms["attention"] == pytest.approx(three.terms["attention"] * 11 / 12, rel=1e-3)
+
+
+def test_largest_shard_decides_states_and_padded_traffic():
+    """Shards 3+1 of two ranks are 1.5 times equal ones, in memory and on the links."""
+    texts = ("shard_shares=3+1", "")
+    unequal, equal = (
+        estimate(JOB, CLUSTER, Columns.of([Plan.parse(f"dp_shard=2 zero=2 accumulation=8 {one}")], JOB), TABLES)
+        for one in texts
+    )
+    assert unequal.memory["optimizer"] == pytest.approx(1.5 * equal.memory["optimizer"])
+    assert unequal.memory["gradients"] > equal.memory["gradients"]
+    assert unequal.memory["activations"] == equal.memory["activations"]
+    assert unequal.terms["dp_exposed"] > equal.terms["dp_exposed"]
+    assert unequal.terms["gemm"] == equal.terms["gemm"]
