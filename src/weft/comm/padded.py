@@ -38,7 +38,7 @@ class PaddedGather:
         """Wait for the parts of all ranks, and return them in order."""
         if self._pending is not None:
             rows = self._pending.wait().view(len(self._sizes), -1)
-            for piece, row in zip(self._out.split(self._sizes), rows, strict=True):
+            for piece, row in zip(torch.split(self._out, self._sizes), rows, strict=True):
                 piece.copy_(row[: piece.numel()])
             self._pending = None
         return self._out
@@ -57,7 +57,7 @@ class PaddedReduceScatter:
     @torch.no_grad()
     def __init__(self, flat: torch.Tensor, axis: Axis, sizes: Sequence[int], out: torch.Tensor):
         rows = flat.new_zeros(len(sizes), max(sizes))
-        for row, piece in zip(rows, flat.detach().split(list(sizes)), strict=True):
+        for row, piece in zip(rows, torch.split(flat.detach(), list(sizes)), strict=True):
             row[: piece.numel()].copy_(piece)
         self._out = out
         self._pending: Pending | None = start_reduce_scatter(rows.view(-1), axis)

@@ -36,6 +36,7 @@ class Counts(ListKind):
         return ListKind.read(self, value)
 
     def part(self, text: str) -> object:
+        """Return the integer that a text of digits names."""
         return int(text)
 
     def check(self, name: str, value: object) -> tuple[int, ...]:

@@ -277,7 +277,7 @@ def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
 
 
 def _replicas_as_shards(plan: Plan, facts: Facts) -> Plan | None:
-    """Return the plan with dp_shard in place of dp_replicate, or None if it has no replicas or names that axis."""
+    """Return the plan with dp_shard instead of dp_replicate, or None if it has no replicas or names that axis."""
     if plan.dp_replicate == 1 or facts.open_axis is not None or plan.order or plan.sync != "step":
         return None
     return plan.replace(dp_replicate=1, dp_shard=plan.dp_replicate)

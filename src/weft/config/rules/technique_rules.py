@@ -34,8 +34,12 @@ def _group_choices(plan: Plan, facts: Facts) -> str:
     return f"Use microbatches={f'{below} or ' if below else ''}{below + plan.pp}"
 
 
+#: Largest number of pipeline ranks for which a message has a list.
+_MOST_LISTED = 64
+
+
 def _lists(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Return the values that the ranks of a pipeline have of their own, each with the part before it."""
+    """Return the lists with a value for each rank of pp, each with the text before it."""
     found = [("recompute=", plan.recompute.split("+"))] if "+" in plan.recompute else []
     pairs = [part.partition(":") for part in plan.offload if "/" in part]
     return [*found, *((f"offload={word}:", shares.split("/")) for word, _, shares in pairs)]
@@ -62,8 +66,9 @@ def _list_remedy(field: str) -> Callable[[Plan, Facts], str]:
         if plan.pp == 1:
             return f"Use pp={len(values)}, or {start}{values[0]}"
         mark = "/" if start.endswith(":") else "+"
-        fitted = [*values, *[values[-1]] * plan.pp][: min(plan.pp, 64)]
-        return f"Use {start}{mark.join(fitted)}" if plan.pp <= 64 else f"Use {start}{values[0]}"
+        if plan.pp > _MOST_LISTED:
+            return f"Use {start}{values[0]}"
+        return f"Use {start}{mark.join([*values, *[values[-1]] * plan.pp][: plan.pp])}"
 
     return remedy
 
