@@ -41,6 +41,27 @@ def line(part: Part) -> np.ndarray:
     return (whole.transpose(part.order) if part.order else whole).reshape(-1)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_several_chunks_of_one_rank_are_one_slice(seed):
+    chance = random.Random(seed)
+    shares, length = [chance.randint(1, 4) for _ in range(chance.randint(2, 4))], chance.randint(1, 5)
+    owners = tuple(rank for rank, share in enumerate(shares) for _ in range(share))
+    total = length * len(owners)
+    start = chance.randrange(total)
+    numel = chance.randint(1, total - start)
+    found = OwnershipMap(owners, length, start)
+    of_each = [owners[(start + position) // length] for position in range(numel)]
+    runs = list(found.runs(0, numel, numel))
+    assert [rank for rank, low, high in runs for _ in range(low, high)] == of_each
+    assert len({rank for rank, _, _ in runs}) == len(runs)
+    for rank in range(len(shares)):
+        mine = [(low, high) for owner, low, high in runs if owner == rank]
+        assert found.run_of(rank, 0, numel, numel) == (mine[0] if mine else None)
+    middle = chance.randrange(numel)
+    assert next(found.runs(middle, middle + 1, numel)) == next(run for run in runs if run[1] <= middle < run[2])
+    assert found.holder(middle) == of_each[middle]
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_boxes_of_a_run_contain_its_elements(seed):
     chance = random.Random(seed)

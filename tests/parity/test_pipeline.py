@@ -55,6 +55,21 @@ def test_pipeline_with_data_parallel_matches_one_process(schedule, data, referen
     compare(ranks4, f"pp=2 microbatches=4 {data} {schedule}", chosen, references)
 
 
+#: Recompute and offload by rank of the pipeline.
+BY_RANK = [
+    "pp=2 microbatches=4 dp_shard=2 zero=2 shares=3+1 recompute=selective+none offload=optimizer:1/0",
+    "pp=2 microbatches=4 dp_shard=2 zero=1 recompute=none+full:1 offload=optimizer:0/0.5",
+    "pp=2 microbatches=4 dp_shard=2 zero=3 reshard=after_step recompute=full+none offload=optimizer:0.5/1",
+    "pp=2 microbatches=4 dp_replicate=2 virtual_stages=2 schedule=interleaved recompute=full+attention",
+]
+
+
+@pytest.mark.parametrize("plan", gate_runs(BY_RANK, 0, 2))
+def test_recompute_and_offload_by_rank_match_one_process(plan, references, ranks4):
+    chosen = {name: case for name, case in cases().items() if name != "sequential"}
+    compare(ranks4, plan, chosen, references)
+
+
 @pytest.fixture(scope="module")
 def expert_references():
     return train_cases("precision=fp64", expert_cases())

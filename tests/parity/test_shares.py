@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.choice import gate_runs
 from tests.parity.cases import cases
 from tests.parity.pipeline_cases import expert_cases
+from weft.comm.mesh import build_mesh
 from weft.config.partitioning import fastest_shares
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
 from weft.verify.parity import train_case, train_cases
 
 RTOL = 1e-10
@@ -23,6 +29,18 @@ TWO = [
     "dp_shard=2 zero=3 shares=3+1 reshard=after_step accumulation=2",
     "dp_shard=2 zero=3 shares=3+1 reshard=after_backward offload=params",
     pytest.param("dp_shard=2 zero=2 shares=3+1 compile=on", marks=pytest.mark.full),
+]
+#: Unequal parts of optimizer states and gradients.
+SHARDS = [
+    "dp_shard=2 zero=1 shard_shares=3+1",
+    "dp_shard=2 zero=2 shard_shares=1+3 accumulation=2",
+    "dp_shard=2 zero=2 shard_shares=2+5 shares=3+1 offload=optimizer:0.5 recompute=full",
+]
+FOUR_SHARDS = [
+    "dp_shard=4 zero=1 shard_shares=4+1+2+1 shares=2+1+1+2 accumulation=2",
+    "dp_replicate=2 dp_shard=2 zero=2 shard_shares=3+1",
+    "dp_shard=2 tp=2 sp=on zero=2 shard_shares=3+1",
+    "dp_shard=2 pp=2 microbatches=2 zero=1 shard_shares=1+2 shares=3+1",
 ]
 FOUR = [
     "dp_replicate=4 shares=3+3+1+1",
@@ -78,6 +96,37 @@ def test_unequal_shares_match_one_process_on_four_ranks(plan, references, ranks4
 @pytest.mark.parametrize("plan", gate_runs(EXPERTS, 0))
 def test_unequal_shares_match_one_process_with_experts(plan, expert_references, ranks4):
     compare(ranks4, plan, *expert_references)
+
+
+@pytest.mark.parametrize("plan", SHARDS)
+def test_unequal_shards_match_one_process_on_two_ranks(plan, references, ranks2):
+    compare(ranks2, plan, *references)
+
+
+def elements_held(plan: str) -> tuple[int, int, int]:
+    """Return this rank's elements of optimizer states and of gradients after a step, and those of all weights."""
+    mesh, model = build_mesh(Plan.parse(plan)), nn.Sequential(nn.Linear(48, 200), nn.Linear(200, 8))
+    parallelize(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = TrainStep(model, optimizer, lambda output, batch: (output.square().sum(), 4), mesh)
+    step(torch.randn(4, 48))
+    states = sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.ndim)
+    grads = sum(tensor.numel() for tensor in step.local_gradients())
+    return states, grads, sum(param.numel() for param in model.parameters())
+
+
+def test_states_and_gradients_of_ranks_are_unequal(ranks2):
+    (many, more, weights), (few, less, _) = ranks2.run(elements_held, "dp_shard=2 zero=2 shard_shares=3+1")
+    assert many + few == 2 * weights
+    assert many == pytest.approx(3 * few, rel=0.05)
+    assert more == pytest.approx(3 * less, rel=0.05)
+
+
+@pytest.mark.parametrize("plan", gate_runs(FOUR_SHARDS, 0, 2))
+def test_unequal_shards_match_one_process_on_four_ranks(plan, references, ranks4):
+    chosen, expected = references
+    model_axes = any(f"{axis}=" in plan for axis in ("tp", "pp"))
+    compare(ranks4, plan, {name: one for name, one in chosen.items() if name != "cnn" or not model_axes}, expected)
 
 
 def test_means_of_ranks_would_not_match(references, ranks2):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.config.cluster import ClusterSpec
 from weft.config.fields.wire_formats import COMPRESSES, GATHERS
-from weft.config.plan import RECOMPUTES, SCHEDULES
+from weft.config.plan import RECOMPUTES, SCHEDULES, Plan
 from weft.config.shapes.model_spec import decoder_spec
 from weft.planner.cost import row_dedupe as alike
 from weft.planner.cost import step
@@ -281,3 +281,43 @@ def test_every_legal_plan_gets_an_estimate():
         assert np.isfinite(values).all()
     assert (found.step_s > 0).all()
     assert (found.total_bytes > 0).all()
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate=2", "dp_shard=2 zero=2"])
+def test_rank_with_the_most_samples_decides_memory_and_time(axis):
+    """Shares 3+1 of 64 samples cost what 48 samples cost on each rank."""
+    texts = [f"{axis} shares=3+1 accumulation=4 precision=bf16", f"{axis} accumulation=4 precision=bf16"]
+    unequal, larger = (
+        estimate(job, CLUSTER, Columns.of([Plan.parse(text)], job), TABLES)
+        for job, text in zip((replace(JOB, global_batch=64), replace(JOB, global_batch=96)), texts, strict=True)
+    )
+    for name in unequal.memory:
+        assert unequal.memory[name] == pytest.approx(larger.memory[name]), name
+    for name in unequal.terms:
+        assert unequal.terms[name] == pytest.approx(larger.terms[name]), name
+
+
+def test_rounded_microbatches_decide_memory_but_not_time():
+    """Of 11 samples in 4 microbatches, memory is for the largest microbatch and time for all samples."""
+    job = replace(JOB, global_batch=16)
+
+    def of(text, job):
+        return estimate(job, CLUSTER, Columns.of([Plan.parse(f"dp_replicate=2 precision=bf16 {text}")], job), TABLES)
+
+    unequal, three = of("shares=11+5 accumulation=4", job), of("accumulation=4", replace(job, global_batch=24))
+    assert unequal.memory["activations"] == pytest.approx(three.memory["activations"])
+    assert unequal.terms["attention"] == pytest.approx(three.terms["attention"] * 11 / 12, rel=1e-3)
+
+
+def test_largest_shard_decides_states_and_padded_traffic():
+    """Shards 3+1 of two ranks are 1.5 times equal ones, in memory and on the links."""
+    texts = ("shard_shares=3+1", "")
+    unequal, equal = (
+        estimate(JOB, CLUSTER, Columns.of([Plan.parse(f"dp_shard=2 zero=2 accumulation=8 {one}")], JOB), TABLES)
+        for one in texts
+    )
+    assert unequal.memory["optimizer"] == pytest.approx(1.5 * equal.memory["optimizer"])
+    assert unequal.memory["gradients"] > equal.memory["gradients"]
+    assert unequal.memory["activations"] == equal.memory["activations"]
+    assert unequal.terms["dp_exposed"] > equal.terms["dp_exposed"]
+    assert unequal.terms["gemm"] == equal.terms["gemm"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from weft.config.fields.memory_values import NamedShares, PolicyOrBudget
+from weft.config.fields.plan_text import Counts
 from weft.config.fields.plan_values import (
     AxisOrder,
-    Counts,
     Integer,
     Kind,
-    NamedShares,
     OneOf,
-    PolicyOrBudget,
     ReshardPolicy,
     Switch,
     SyncEvery,
@@ -25,6 +24,7 @@ _shares = (
     st.just("")
     | st.integers(1, 10**6).map(lambda number: f":{number / 10**6:.6f}")
     | st.integers(1, 100).map(":{}%".format)
+    | st.sampled_from([":1/0", ":0.5/25%/0"])
 )
 
 
@@ -40,7 +40,8 @@ def _values(kind: Kind) -> st.SearchStrategy:
         case OneOf():
             return st.sampled_from(kind.known)
         case PolicyOrBudget():
-            return st.sampled_from(kind.known) | _budgets
+            lists = st.lists(st.sampled_from(kind.known), min_size=2, max_size=4).map("+".join)
+            return st.sampled_from(kind.known) | _budgets | lists
         case Counts():
             return st.lists(st.integers(1, 99), max_size=8).map(tuple)
         case AxisOrder():

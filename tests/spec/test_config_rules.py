@@ -173,6 +173,9 @@ CASES = [
     ("device-runs-plan", ["launch.device=hpu", "plan=compile=on"],
      "launch.device=hpu: the plan has compile=on, and torch.compile generates code for cpu, cuda, rocm and xpu only. "
      "Use compile=off."),
+    ("shard-shares-divide-matrices", ["plan=dp_shard=2 zero=1 shard_shares=3+1", "optimizer.name=muon"],
+     "optimizer.name=muon: it needs full matrices, and shard_shares divide them. Use optimizer.name=adamw or sgd, or "
+     "leave shard_shares out."),
     ("balance-needs-a-plan", ["balance=apply", "plan=auto"],
      "balance=apply: the planner may choose a plan without shares. Write the plan, such as plan='dp_replicate=*'."),
     ("balance-fits-the-plan", ["balance=apply", "plan=dp_replicate=2 sync=average:4"],
@@ -180,9 +183,6 @@ CASES = [
     ("shares-have-known-tasks", ["plan=dp_replicate=2 shares=3+1", "task.name=embed", "model.path=base"],
      "task.name=embed: unequal shares of ranks are not built with it yet. Use masked_lm, classify_text, "
      "classify_tokens, seq2seq or the default task, or leave shares out."),
-    ("shares-have-even-batches", ["balance=apply", "data.batching=cost", "task.name=masked_lm", "model.path=base"],
-     "data.batching=cost: unequal shares of ranks are not built with it yet. Use data.batching=fixed, or leave "
-     "balance=apply out."),
     ("shares-have-no-norm-groups", ["balance=apply", "train.norm_group=4"],
      "train.norm_group=4: unequal shares of ranks are not built with it yet. Use train.norm_group=0, or leave "
      "balance=apply out."),

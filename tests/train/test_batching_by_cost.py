@@ -16,6 +16,7 @@ from tests.train.tuned_folders import CASES, save_model, settings, write_tables
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.comm.mesh import build_mesh
 from weft.config.files import load_config
+from weft.config.partitioning import ShareTimeline
 from weft.config.plan import Plan
 from weft.errors import ConfigError, DataError, PlanError, WeftWarning
 from weft.monitor.events import tail_events
@@ -37,6 +38,7 @@ BATCH = 12
 #: The gate runs some of them; `full` runs all.
 PLANS = [f"dp_shard={ranks} zero={zero} accumulation={passes}" for ranks, zero, passes in
          [(4, 3, 1), (4, 0, 3), (2, 3, 4), (2, 1, 2), (3, 3, 2), (3, 2, 4), (1, 0, 2), (1, 0, 4)]]  # fmt: skip
+PLANS += ["dp_shard=2 zero=3 accumulation=2 shares=3+1", "dp_shard=3 zero=1 accumulation=1 shares=4+2+1"]
 
 
 def lengths_like_text(number: int) -> np.ndarray:
@@ -88,6 +90,22 @@ def test_rank_costs_are_balanced_with_little_padding():
         assert padded / sum(ranks) > 2, "fixed batches of 16 cost less than twice as much"
 
 
+@pytest.mark.parametrize("shares", [(3, 1), (9, 9, 4, 2), (1, 2, 1)])
+def test_costs_of_ranks_follow_their_shares(shares):
+    lengths = lengths_like_text(900)
+    costs, even = Costs(lengths, cost_of, 3000.0, most_tokens=1500), []
+    for seed in range(20):
+        indices = np.random.default_rng(seed).permutation(900)[:192]
+        ranks = costs.divide(indices, len(shares), shares)
+        assert sorted(one for rank in ranks for run in rank for one in run) == list(range(192))
+        assert len({len(rank) for rank in ranks}) == 1
+        assert all(cost_of_run(lengths[indices][:, None], run) <= 3000.0 * (1 + 1e-9) for rank in ranks for run in rank)
+        own = [cost_of(lengths[indices][[one for run in rank for one in run]]).sum() for rank in ranks]
+        even += [one / share * sum(shares) / sum(own) for one, share in zip(own, shares, strict=True)]
+    assert min(even) > 0.95
+    assert max(even) < 1.05
+
+
 def test_sample_larger_than_a_microbatch_is_rejected():
     with pytest.raises(DataError, match=r"data.microbatch_cost=300: sample \d+ .* Use data.microbatch_cost=\d+"):
         Costs(lengths_like_text(900), cost_of, 300.0).check()
@@ -129,7 +147,10 @@ def trained(
         parallelize(model, mesh, filled_later=True)
         load_base(model, weights)
         step = TrainStep(model, optimizer_of(model), task.loss, mesh, forward=task.forward, max_grad_norm=1.0)
-        batches = task.batches(Share(BATCH, plan.microbatches_per_step, mesh.data.rank, mesh.data.size))
+        timeline = ShareTimeline(plan.shares)
+        batches = task.batches(
+            Share(BATCH, plan.microbatches_per_step, mesh.data.rank, mesh.data.size, timeline=timeline)
+        )
         found, numbers = [], []
         for index in range(steps):
             own = batches.batches(index)
@@ -163,7 +184,8 @@ def check(root: Path, case: str, plans, pools, steps: int = 20, costs: tuple[str
 
 
 def test_losses_and_weights_match_fixed_batches(root, ranks2):
-    check(root, "classify", ["dp_shard=2 zero=3 accumulation=3"], {2: ranks2}, steps=4, costs=("160",))
+    plans = ["dp_shard=2 zero=3 accumulation=3", "dp_shard=2 zero=2 accumulation=2 shares=3+1"]
+    check(root, "classify", plans, {2: ranks2}, steps=4, costs=("160",))
 
 
 @pytest.mark.full

@@ -67,11 +67,12 @@ def final_bytes(folder: RunFolder, step: int) -> list[bytes]:
 
 @pytest.mark.full
 def test_checkpoints_go_between_any_shares(text):
-    """Continue one run under other shares, ranks and ZeRO stages: every loss is that of one process."""
-    numbers = ["train.steps=8", "checkpoint.every=2"]
+    """Continue one run under other shares, shards, ranks and ZeRO stages: every loss is that of one process."""
+    numbers = ["train.steps=8", "checkpoint.every=1"]
     one, _ = finish(text, "one", "plan=precision=fp64", *numbers)
     for stop, plan in ((2, "dp_replicate=2 shares=5+3"), (4, "dp_shard=2 zero=2 shares=1+3 accumulation=2"),
-                       (6, "dp_replicate=3 shares=1+2+3"), (8, "dp_shard=2 zero=1")):  # fmt: skip
+                       (5, "dp_shard=2 zero=1 shard_shares=3+1"), (6, "dp_replicate=3 shares=1+2+3"),
+                       (7, "dp_shard=3 zero=2 shard_shares=1+2+1 shares=1+2+1"), (8, "dp_shard=2 zero=1")):  # fmt: skip
         many, _ = finish(text, "many", f"plan={plan} precision=fp64", *numbers, f"train.stop_at={stop}")
     found, expected = losses(many), losses(one)
     assert sorted(found) == list(range(1, 9))

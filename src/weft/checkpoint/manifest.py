@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,8 @@ def _read(said: Any, shape: tuple[int, ...], tables: RankLists) -> Slice:
     deal = OwnershipMap(tables.rows[row], **{name: _integer(said.get(name, _USUAL[name])) for name in _NUMBERS})
     if not deal.length or not deal.times or len(deal.ranks) % deal.times or deal.turn >= deal.times:
         raise ValueError("the ranks do not share equal lengths")
+    if (deal.times > 1 or deal.each) and len({*deal.ranks}) < len(deal.ranks):
+        raise ValueError("a rank owns several chunks that are divided")
     if deal.share * deal.times < deal.length or deal.start + part.numel > len(deal.ranks) // deal.times * deal.length:
         raise ValueError("the files are too short for all elements")
     return Slice(part, deal)
@@ -279,9 +282,9 @@ def _tables(raw: dict[str, Any]) -> RankLists:
         if (
             not row
             or any(type(rank) is not int or not 0 <= rank < _MAX_RANKS for rank in row)
-            or len({*row}) < len(row)
+            or len({*row}) < sum(1 for _ in itertools.groupby(row))
         ):
-            raise _bad(f"ranks has a row that is not a list of distinct ranks below {_MAX_RANKS}")
+            raise _bad(f"ranks has a row that is not a list of ranks below {_MAX_RANKS}, with repetitions side by side")
     return RankLists([tuple(row) for row in rows])
 
 

@@ -130,6 +130,8 @@ class Part:
 class OwnershipMap:
     """Owner rank of each element of a flattened part.
 
+    A rank may own several consecutive chunks, if no other rank replicates them. They are one slice.
+
     The part starts at element `start` of a flat buffer that is split into equal chunks. Each chunk is replicated on
     several ranks. For saving, it is split among these ranks into slices; the last slices may be shorter or empty.
 
@@ -175,10 +177,25 @@ class OwnershipMap:
         position = start
         while position < end:
             number, rest = divmod(self.start + position, self.length)
+            if self.times == 1 and not self.each:
+                first, last = self._chunks(number)
+                stop = min(last * self.length - self.start, numel)
+                yield self.ranks[number], max(first * self.length - self.start, 0), stop
+                position = stop
+                continue
             piece = number * self.length + rest // self.share * self.share - self.start
             stop = min(piece + self.share, (number + 1) * self.length - self.start, numel)
             yield self.holder(position), max(piece, 0), stop
             position = stop
+
+    def _chunks(self, number: int) -> tuple[int, int]:
+        """Return the range of consecutive chunks, around one, that have the same owner."""
+        first, last, rank = number, number + 1, self.ranks[number]
+        while first and self.ranks[first - 1] == rank:
+            first -= 1
+        while last < len(self.ranks) and self.ranks[last] == rank:
+            last += 1
+        return first, last
 
     def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
         """Return the elements (from, to) that a rank owns in a range of the part, or None.
@@ -192,8 +209,11 @@ class OwnershipMap:
         if rank not in self.ranks:
             return None
         number, place = divmod(self.ranks.index(rank), self.times)
+        last = number + 1
+        if self.times == 1 and not self.each:
+            number, last = self._chunks(number)
         low = number * self.length + (place - self.turn) % self.times * self.share
-        high = min(low + self.share, (number + 1) * self.length)
+        high = min(low + self.share * (last - number), last * self.length)
         low, high = max(low - self.start, start), min(high - self.start, end, numel)
         return (low, high) if low < high else None
 

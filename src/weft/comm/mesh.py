@@ -176,6 +176,11 @@ class Mesh:
         return self._axes[key]
 
     @property
+    def stage_plan(self) -> Plan:
+        """The plan with the recompute policy and the offloaded shares of this rank's stages."""
+        return self.plan.on_stage(self["pp"].rank)
+
+    @property
     def data(self) -> Axis:
         """The ranks that read different samples: dp_replicate and dp_shard joined."""
         return self["dp_replicate", "dp_shard"]

@@ -14,10 +14,12 @@ from types import FunctionType
 from typing import Any
 
 from weft.config.fields import plan_values as kinds
+from weft.config.fields.memory_values import NamedShares, PolicyOrBudget, share_of, share_on
 from weft.config.fields.plan_text import (
     FINE_SHARES,
     MEASURED_SHARES,
     SHARES,
+    Counts,
     ShareList,
     orders_near,
     read_values,
@@ -28,7 +30,7 @@ from weft.config.fields.plan_text import (
     split_plan,
     unknown_fields,
 )  # fmt: skip
-from weft.config.fields.plan_values import described, descriptions, share_of
+from weft.config.fields.plan_values import described, descriptions
 from weft.config.fields.wire_formats import COMPRESSES, GATHERS, WIRES, sync_of
 from weft.config.partitioning import CP_MODES, CP_WAYS
 from weft.errors import PlanError, Problem
@@ -101,6 +103,12 @@ class Plan:
         "also parameters.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
+    shard_shares: tuple[int, ...] = described(ShareList(measured=False), (),
+        "Share of each rank of dp_shard in the optimizer states of zero=1 and 2, and in the gradients of zero=2, for "
+        "devices with different memory (`3+1`); by default equal parts. Collectives pad parts to the largest one. It "
+        "does not change results.", needs=("dp_shard",), tried=((),),
+        # Shares depend on the ranks: tests/parity/test_shares.py
+    )
     reshard: str = described(
         kinds.ReshardPolicy(RESHARDS), RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
@@ -137,7 +145,7 @@ class Plan:
         kinds.Integer(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule",
         tried=(1, 2), asks="value",
     )
-    split: tuple[int, ...] = described(kinds.Counts(), (),
+    split: tuple[int, ...] = described(Counts(), (),
         "Number of the model's blocks in each stage, in order (`3+4+4+3`); by default stages of equal work.",
         needs=("pp",), tried=((),), asks="value",  # uneven splits depend on the model: tests/parity/test_pipeline.py
     )
@@ -189,9 +197,9 @@ class Plan:
         divides_work=False,  # it changes training: tests/parity/test_sync.py
     )
     recompute: str = described(
-        kinds.PolicyOrBudget(RECOMPUTES), "none",
-        "Activations that backward recomputes: a policy, a policy for the first blocks of each rank only, or "
-        "a memory budget for the kept activations.",
+        PolicyOrBudget(RECOMPUTES), "none",
+        "Activations that backward recomputes: a policy, a policy for the first blocks of each rank only, a policy for "
+        "each rank of a pipeline (`full+none`), or a memory budget for the kept activations.",
         searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value", probed=True,
         tried=("none", "full", "selective", "attention", "full:1"),
     )
@@ -202,7 +210,8 @@ class Plan:
         divides_work=False,  # not every model has MLPs that are known: tests/parity/test_mlp_tiles.py
     )
     offload: tuple[str, ...] = described(
-        kinds.NamedShares(OFFLOADS), (), "Tensors to keep in host memory.",
+        NamedShares(OFFLOADS), (), "Tensors to keep in host memory. In a pipeline, optimizer may have a share for each "
+        "rank of pp (`optimizer:1/0`).",
         searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
                   ("params", "activations")),
         tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
@@ -268,18 +277,35 @@ class Plan:
 
     @property
     def recompute_policy(self) -> str:
-        """The recompute policy, one of RECOMPUTES, or "budget"."""
+        """The recompute policy, one of RECOMPUTES, "budget", or "by_rank" if the ranks of a pipeline have their own."""
+        if "+" in self.recompute:
+            return "by_rank"
         name = self.recompute.partition(":")[0]
         return name if name in RECOMPUTES else "budget"
 
     @property
     def recompute_blocks(self) -> int:
-        """Number of each rank's first blocks that use the policy; 0: all blocks."""
-        return int(self.recompute.partition(":")[2] or 0)
+        """Number of each rank's first blocks that use the policy; 0: all blocks, or a policy for each rank."""
+        return 0 if "+" in self.recompute else int(self.recompute.partition(":")[2] or 0)
 
     def offload_share(self, name: str) -> float:
-        """Return the share of "optimizer", "params" or "activations" in host memory: 0.0 to 1.0."""
+        """Return the share of "optimizer", "params" or "activations" in host memory, 0.0 to 1.0.
+
+        If the ranks of a pipeline have their own shares, it is the largest.
+        """
         return share_of(self.offload, name)
+
+    @property
+    def differs_by_stage(self) -> bool:
+        """True if the ranks of the pipeline have their own recompute policies or offloaded shares."""
+        return "+" in self.recompute or any("/" in part for part in self.offload)
+
+    def on_stage(self, rank: int) -> Plan:
+        """Return the plan with the recompute policy and the offloaded shares of one rank of the pipeline."""
+        if not self.differs_by_stage:
+            return self
+        policies = self.recompute.split("+")
+        return self.replace(recompute=policies[min(rank, len(policies) - 1)], offload=share_on(self.offload, rank))
 
     @property
     def axis_order(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ _RULES: tuple[_Rule, ...] = (
      "it recomputes blocks fully, or all but their products", "recompute=full or recompute=selective"),
     ("reshard", lambda plan: plan.reshard != "after_forward", "XLA schedules when gathered weights are freed",
      "reshard=after_forward"),
+    ("shard_shares", lambda plan: bool(plan.shard_shares), "its shards are equal parts", "no shard_shares"),
     ("order", lambda plan: bool(plan.order), "its mesh has the default order of axes", "no order"),
     ("tp_chunks", lambda plan: plan.tp_chunks > 1, "XLA overlaps communication itself", "tp_chunks=1"),
     ("mlp_tiles", lambda plan: plan.mlp_tiles > 1, "XLA tiles and fuses itself", "mlp_tiles=1"),

@@ -181,7 +181,7 @@ def _defer_weight_gradients(run: Application) -> None:
 
 
 def _offload(run: Application) -> None:
-    plan, mesh = run.plan, run.mesh
+    plan, mesh = run.mesh.stage_plan, run.mesh
     run.host = open_host(plan, mesh.device, run.pinned_limit)
     if run.host is None:
         return
@@ -246,7 +246,9 @@ FINISH = (
     Technique(_move),
     Technique(lambda run: tile_mlps(run.model, run.plan.mlp_tiles), when=lambda run: run.plan.mlp_tiles > 1),
     # Compiled blocks include recomputation, so recompute comes before compilation.
-    Technique(lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"])),
+    Technique(
+        lambda run: apply_recompute(run.model, run.mesh.stage_plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"])
+    ),
     Technique(lambda run: register_operators(run.model, run.plan), when=lambda run: run.plan.compile),
     Technique(lambda run: warn_of_uncompiled(run.model, run.mesh, stacklevel=5), when=lambda run: run.plan.compile),
     Technique(lambda run: compile_blocks(run.model), when=lambda run: run.plan.compile),

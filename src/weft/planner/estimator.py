@@ -118,7 +118,7 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
 
 
 def _terms(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> dict[str, Array]:
-    terms = step_terms(job, cluster, columns, tables)
+    terms = step_terms(job, cluster, columns.with_average_microbatch(job), tables)
     terms |= {name: terms[name] * factor for name, factor in tables.learned.items() if name in terms}
     return terms if tables.slowdown == 1.0 else {name: each * tables.slowdown for name, each in terms.items()}
 
@@ -126,5 +126,8 @@ def _terms(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
     """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them."""
     return layer_costs(
-        job, columns, tables, Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
+        job,
+        columns.with_average_microbatch(job),
+        tables,
+        Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription),
     )

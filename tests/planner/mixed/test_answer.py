@@ -44,6 +44,25 @@ def test_faster_devices_get_more_samples():
     assert min(by_kind["h100"]) > max(by_kind["a100"])
 
 
+def test_given_shares_are_placed_on_the_devices_that_suit_them():
+    shares, mesh = (1, 3, 1, 3, 1, 3, 1, 3), {"pp": 1, "tp": 1, "cp": 1, "ep": 1, "dp_replicate": 1, "dp_shard": 8}
+    question, free = asked("4xh100+4xa100", shares=shares, **mesh), asked("4xh100+4xa100", **mesh)
+    given, best = (mixed_answer(each, answer(each).ranked).best for each in (question, free))
+    assert given is not None
+    assert best is not None
+    assert given.plan.shares == shares
+    assert given.placement == (("a100", 1), ("h100", 1)) * 4
+    assert best.step_s <= given.step_s < given.even_s
+
+
+def test_given_split_is_kept():
+    question = asked("4xh100+4xa100", pp=2, split=(10, 22))
+    best = mixed_answer(question, answer(question).ranked).best
+    assert best is not None
+    assert best.plan.split == (10, 22)
+    assert best.placement == (("a100", 4), ("h100", 4))
+
+
 def test_equal_kinds_written_twice_are_one_kind():
     assert ClusterSpec.parse("8xh100+8xh100").kinds == ()
     changed = ClusterSpec.parse("8xh100 memory=40GiB + 8xa100")

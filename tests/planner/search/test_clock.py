@@ -66,3 +66,22 @@ def test_plotted_schedule_is_that_of_the_plan():
 def test_best_split_has_all_layers():
     one = candidate(PLANS[1])
     assert sum(best_split(one, passes(one))) == 80
+
+
+def test_recompute_and_offload_by_rank_change_only_their_ranks():
+    mesh = "pp=4 microbatches=16 tp=8 sp=on precision=bf16"
+    mixed = memory_by_rank(candidate(f"{mesh} recompute=full+none+none+full offload=optimizer:0/1/0/0"))
+    full, none = (memory_by_rank(candidate(f"{mesh} recompute={policy}")) for policy in ("full", "none"))
+    for rank, like in enumerate((full, none, none, full)):
+        assert mixed[rank]["activations"] == pytest.approx(like[rank]["activations"])
+        assert mixed[rank]["optimizer"] == pytest.approx(0 if rank == 1 else like[rank]["optimizer"])
+
+
+def test_slowest_rank_of_unequal_recompute_decides_the_time():
+    mesh = "pp=4 microbatches=16 tp=8 sp=on precision=bf16"
+    steps = {
+        policy: clocked(candidate(f"{mesh} recompute={policy}")).step_s
+        for policy in ("none", "none+full+none+none", "full+full+full+full", "full")
+    }
+    assert steps["none"] < steps["none+full+none+none"] < steps["full+full+full+full"]
+    assert steps["full+full+full+full"] == pytest.approx(steps["full"], rel=0.01)

@@ -29,6 +29,8 @@ PLANS = st.builds(
     offload=st.sampled_from([(), ("optimizer",), ("optimizer:0.5", "activations")]),
     compile=st.booleans(),
     cp_mode=st.sampled_from(CP_MODES),
+    shares=st.sampled_from([(), (3, 1), (0,)]),
+    split=st.sampled_from([(), (15, 17)]),
 )
 
 

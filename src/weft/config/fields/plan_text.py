@@ -6,11 +6,59 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from weft.config.fields.layout import common_divisors
-from weft.config.fields.plan_values import Counts, Integer, PlanField, Schema, SearchFacts
+from weft.config.fields.plan_values import (
+    LARGEST,
+    Integer,
+    ListKind,
+    PlanField,
+    Schema,
+    SearchFacts,
+    number_of,
+    numbered,
+)
 from weft.errors import PlanError, Problem, did_you_mean, shown
+
+_COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts(ListKind):
+    """Positive integers, one for each pipeline stage. The planner's column has a number for each list, and 0 for ()."""
+
+    dtype: str = "int64"
+
+    def read(self, value: object) -> object:
+        if isinstance(value, str) and value != "none" and not _COUNTS.fullmatch(value):
+            return value
+        return ListKind.read(self, value)
+
+    def part(self, text: str) -> object:
+        """Return the integer that a text of digits names."""
+        return int(text)
+
+    def check(self, name: str, value: object) -> tuple[int, ...]:
+        counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
+        if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= LARGEST for count in counts):
+            return cast(tuple[int, ...], counts)
+        rule = f"each stage has a whole number of blocks, at least 1. Use e.g. {name}=3+4+4+3, or leave it out."
+        raise PlanError([Problem.of(name, shown(cast(object, value)), rule)])
+
+    def words(self) -> str:
+        return "whole numbers joined by `+`"
+
+    def schema(self) -> Schema:
+        counts: Schema = {"type": "array", "items": {"type": "integer", "minimum": 1}}
+        return {"anyOf": [counts, {"type": "string", "pattern": f"^(none|{_COUNTS.pattern})$"}]}
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (number_of(value) if value else 0,)
+
+    def decode(self, *numbers: Any) -> tuple[int, ...]:
+        return numbered(numbers[0]) if numbers[0] else ()
+
 
 #: Value of `shares` that is measured before the first step. It is written "auto".
 MEASURED_SHARES = (0,)
@@ -23,21 +71,25 @@ _MOST_SHARES, _LONG = 1_000_000, 5
 
 @dataclass(frozen=True, slots=True)
 class ShareList(Counts):
-    """Positive integers, one for each data-parallel rank; MEASURED_SHARES is written "auto"."""
+    """Positive integers, one for each rank; MEASURED_SHARES is written "auto". measured: True if it is allowed."""
+
+    measured: bool = True
 
     def read(self, value: object) -> object:
         if isinstance(value, str) and _REPEATED.fullmatch(value):
             parts = [part.rpartition("x") for part in value.split("+")]
             if sum(int(count or 1) for count, _, _ in parts) <= _MOST_SHARES:
                 return tuple(int(share) for count, _, share in parts for _ in range(int(count or 1)))
-        return MEASURED_SHARES if value == "auto" else Counts.read(self, value)
+        return MEASURED_SHARES if value == "auto" and self.measured else Counts.read(self, value)
 
     def check(self, name: str, value: object) -> tuple[int, ...]:
         try:
-            return MEASURED_SHARES if value in ("auto", MEASURED_SHARES) else Counts.check(self, name, value)
+            is_auto = self.measured and value in ("auto", MEASURED_SHARES)
+            return MEASURED_SHARES if is_auto else Counts.check(self, name, value)
         except PlanError:
-            rule = "each data-parallel rank has a whole number, at least 1. Use e.g. "
-            raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=3+3+1+1, or {name}=auto.")]) from None
+            rule = f"each {'data-parallel ' if self.measured else ''}rank has a whole number, at least 1. Use e.g. "
+            last = f", or {name}=auto" if self.measured else ", or leave it out"
+            raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=3+3+1+1{last}.")]) from None
 
     def write(self, value: Any) -> str:
         if value == MEASURED_SHARES:
@@ -47,7 +99,9 @@ class ShareList(Counts):
                         for share, count in runs) or "none"  # fmt: skip
 
     def words(self) -> str:
-        return f"{Counts.words(self)}, with a count for equal ones (`64x3+64x1`), or `auto`"
+        return (
+            f"{Counts.words(self)}, with a count for equal ones (`64x3+64x1`){', or `auto`' if self.measured else ''}"
+        )
 
     def schema(self) -> Schema:
         return {"anyOf": [Counts.schema(self), {"type": "string", "pattern": f"^(auto|{_REPEATED.pattern})$"}]}

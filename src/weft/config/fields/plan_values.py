@@ -8,16 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, cast
 
-from weft import units
 from weft.config.fields.wire_formats import (
     LARGEST_RANK,
     LARGEST_VALUES,
@@ -34,8 +31,7 @@ from weft.errors import PlanError, Problem, did_you_mean, shown
 LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 _WHOLE = re.compile(r"[0-9]{1,18}")
-_BLOCKS = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
-_FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
+_RANKS = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
 
 _SYNC_COLUMNS = (("", "uint8"), ("_every", "int64"), ("_fragments", "int64"))
 
@@ -49,6 +45,24 @@ class PlanColumn:
 
     name: str
     dtype: str
+
+
+#: Numbers of values that are encoded as a whole, such as lists. Searches have few of them, which users type.
+_NUMBERS: dict[object, int] = {}
+_NUMBERED: dict[int, Any] = {}
+_NEXT_NUMBER = itertools.count(1)
+
+
+def number_of(value: object) -> int:
+    """Return a number above 0 for a value, for a column of the planner. It is valid in this process."""
+    number = _NUMBERS.setdefault(value, next(_NEXT_NUMBER))
+    _NUMBERED[number] = value
+    return number
+
+
+def numbered(number: float) -> Any:
+    """Return the value with this number."""
+    return _NUMBERED[int(number)]
 
 
 class Kind(ABC):
@@ -229,7 +243,7 @@ class ReshardPolicy(OneOf):
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
             number = value.partition(":")[2]
-            if not _BLOCKS.fullmatch(number) or number == "1":
+            if not _RANKS.fullmatch(number) or number == "1":
                 rule = "secondary shards are divided over a number of neighboring ranks, from 2 to 999999. Use "
                 raise PlanError(
                     [Problem.of(name, shown(value), f"{rule}{name}={self.known[0]}:8, for 8 ranks on a host.")]
@@ -290,58 +304,6 @@ class SyncEvery(Kind):
         return f"{way}:{every}{f'/{fragments}' if fragments else ''}" if numbers[0] else way
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyOrBudget(Kind):
-    """A recompute policy, a policy for the first N blocks of each rank ("full:8"), or a budget ("12GiB", "50%")."""
-
-    known: tuple[str, ...]
-
-    def check(self, name: str, value: object) -> str:
-        if isinstance(value, str):
-            policy, _, blocks = value.partition(":")
-            has_blocks = policy in self.known and policy != "none" and _BLOCKS.fullmatch(blocks) is not None
-            if value in self.known or has_blocks or _FRACTION.fullmatch(value):
-                return value
-            try:
-                if not value.isdigit() and units.parse_bytes(value) > 0:
-                    return "".join(value.split())
-            except ValueError:
-                pass  # neither a name nor a size: rejected below with the list of allowed values
-        rule = f"not one of {', '.join(self.known)}, nor a budget. Use one of them, or e.g. {name}=full:8, "
-        raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=12GiB or {name}=50%.")])
-
-    def words(self) -> str:
-        names = f"{listed(self.known)}; all but `none` also for some blocks only (`full:8`)"
-        return f"{names}; or a memory budget (`12GiB`, `50%`)"
-
-    def schema(self) -> Schema:
-        return {"type": "string"}
-
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        columns = ((name, "uint8"), (f"{name}_blocks", "int64"), ("activation_budget", "float64"))
-        return tuple(PlanColumn(*column) for column in columns)
-
-    def encode(self, value: Any) -> tuple[float, ...]:
-        """Return (index of policy, blocks or 0 for all, budget): bytes, or a fraction below 1, or inf for no budget."""
-        policy, _, blocks = str(value).partition(":")
-        if policy in self.known:
-            return self.known.index(policy), int(blocks or 0), math.inf
-        return self.known.index("none"), 0, _budget(str(value))
-
-    def decode(self, *numbers: Any) -> str:
-        policy, blocks, budget = self.known[int(numbers[0])], int(numbers[1]), float(numbers[2])
-        if math.isinf(budget):
-            return f"{policy}:{blocks}" if blocks else policy
-        return f"{budget * 100:.0f}%" if budget < 1 else f"{budget / 2**30:.2f}GiB"
-
-
-def _budget(text: str) -> float:
-    """Return the number of a budget: 0.5 for "50%", and the bytes for "12GiB"."""
-    if text.endswith("%"):
-        return float(text[:-1]) / 100
-    return float(text) if text.startswith(("0.", ".")) else float(units.parse_bytes(text))
-
-
 def choice(name: str, value: object, known: Sequence[str]) -> str:
     """Return the value if it is one of the allowed names. Raise PlanError otherwise."""
     if not isinstance(value, str) or value not in known:
@@ -358,11 +320,8 @@ def listed(words: Sequence[str]) -> str:
 
 # Kinds of values that are lists joined by "+": counts, axes, shares.
 
-_COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
-_SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
 
-
-class _Listed(Kind):
+class ListKind(Kind):
     """Several values, joined by "+"; "none" if empty."""
 
     def read(self, value: object) -> object:
@@ -379,34 +338,7 @@ class _Listed(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Counts(_Listed):
-    """Positive integers, one for each pipeline stage."""
-
-    def read(self, value: object) -> object:
-        if isinstance(value, str) and value != "none" and not _COUNTS.fullmatch(value):
-            return value
-        return _Listed.read(self, value)
-
-    def part(self, text: str) -> object:
-        return int(text)
-
-    def check(self, name: str, value: object) -> tuple[int, ...]:
-        counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
-        if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= LARGEST for count in counts):
-            return cast(tuple[int, ...], counts)
-        rule = f"each stage has a whole number of blocks, at least 1. Use e.g. {name}=3+4+4+3, or leave it out."
-        raise PlanError([Problem.of(name, shown(cast(object, value)), rule)])
-
-    def words(self) -> str:
-        return "whole numbers joined by `+`"
-
-    def schema(self) -> Schema:
-        counts: Schema = {"type": "array", "items": {"type": "integer", "minimum": 1}}
-        return {"anyOf": [counts, {"type": "string", "pattern": f"^(none|{_COUNTS.pattern})$"}]}
-
-
-@dataclass(frozen=True, slots=True)
-class AxisOrder(_Listed):
+class AxisOrder(ListKind):
     """Some of the axes, each once, outermost first. Missing axes have one rank and precede the others."""
 
     axes: tuple[str, ...]
@@ -439,67 +371,6 @@ class AxisOrder(_Listed):
 def orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return every order of the axes, the default order first."""
     return tuple(itertools.permutations(axes))
-
-
-@dataclass(frozen=True, slots=True)
-class NamedShares(_Listed):
-    """Any of several names, each with an optional fraction: "optimizer", "optimizer:0.5", "optimizer:50%"."""
-
-    known: tuple[str, ...]
-
-    def read(self, value: object) -> object:
-        if isinstance(value, str):
-            return tuple(part for part in value.split("+") if part != "none")
-        return _Listed.read(self, value)
-
-    def check(self, name: str, value: object) -> tuple[str, ...]:
-        if isinstance(value, str):
-            value = (value,)
-        if not isinstance(value, tuple):
-            rule = f"it lists what to keep in host memory. Use e.g. {name}=optimizer+activations."
-            raise PlanError([Problem.of(name, shown(value), rule)])
-        chosen: dict[str, str] = {}
-        for part in cast(tuple[object, ...], value):
-            word, shared = self._shared(name, part)
-            if chosen.setdefault(word, shared) != shared:
-                raise PlanError([Problem.of(name, shown(part), f"{word} already has another share. Keep one.")])
-        return tuple(chosen[word] for word in self.known if word in chosen)
-
-    def _shared(self, name: str, part: object) -> tuple[str, str]:
-        """Return the name, and the name with its fraction: "optimizer" and "optimizer:0.5"."""
-        if not isinstance(part, str):
-            return choice(name, part, self.known), ""
-        word, colon, share = part.partition(":")
-        choice(name, word, self.known)
-        if not colon:
-            return word, word
-        fraction = Decimal(share.rstrip("%")) / (100 if "%" in share else 1) if _SHARE.fullmatch(share) else Decimal(0)
-        if not 0 < fraction <= 1:
-            rule = f"a share is a number above 0 and at most 1. Use e.g. {name}={word}:0.5."
-            raise PlanError([Problem.of(name, shown(part), rule)])
-        return word, word if fraction == 1 else f"{word}:{fraction.normalize():f}"
-
-    def words(self) -> str:
-        return f"any of {listed(self.known)}, joined by `+`, each in full or with a share (`:0.5`)"
-
-    def schema(self) -> Schema:
-        return {"type": "array", "items": {"type": "string", "pattern": f"^({'|'.join(self.known)})(:.+)?$"}}
-
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return tuple(PlanColumn(f"{name}_{word}", "float64") for word in self.known)
-
-    def encode(self, value: Any) -> tuple[float, ...]:
-        return tuple(share_of(value, word) for word in self.known)
-
-    def decode(self, *numbers: Any) -> tuple[str, ...]:
-        shares = [(word, float(share)) for word, share in zip(self.known, numbers, strict=True)]
-        return tuple(word if share >= 1 else f"{word}:{share:.2g}" for word, share in shares if share > 0)
-
-
-def share_of(value: Sequence[str], word: str) -> float:
-    """Return the fraction for a name in a value of `NamedShares`: 0.0 to 1.0."""
-    shares = [part.partition(":")[2] or "1" for part in value if part.partition(":")[0] == word]
-    return float(shares[0]) if shares else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ LAYER_RULES: tuple[Rule, ...] = (
         field="mlp_tiles",
         reason="Backward recomputes tiles as a whole, and other policies and compile=on choose products to save.",
         predicate=lambda plan, facts: (
-            plan.mlp_tiles > 1 and (plan.compile or plan.recompute_policy in ("selective", "budget"))
+            plan.mlp_tiles > 1 and (plan.compile or plan.recompute_policy in ("selective", "budget", "by_rank"))
         ),
         finding=lambda plan, facts: (
             f"{'compile=on' if plan.compile else f'recompute={plan.recompute}'} chooses products of an MLP to save, "
@@ -276,6 +276,20 @@ def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
     return [cp for cp in legal if facts.divides_ranks(cp)]
 
 
+def _replicas_as_shards(plan: Plan, facts: Facts) -> Plan | None:
+    """Return the plan with dp_shard instead of dp_replicate, or None if it has no replicas or names that axis."""
+    if plan.dp_replicate == 1 or facts.open_axis is not None or plan.order or plan.sync != "step":
+        return None
+    return plan.replace(dp_replicate=1, dp_shard=plan.dp_replicate)
+
+
+def _shards_instead(plan: Plan, facts: Facts) -> str:
+    found = _replicas_as_shards(plan, facts)
+    if found is None:
+        return "Use zero=0, dp_shard=2 or more, or offload=params with zero=3"
+    return f"Use {found}, or zero=0"
+
+
 #: Combinations that can never work.
 LASTING: tuple[Rule, ...] = (
     *LIMIT_RULES,
@@ -319,8 +333,8 @@ LASTING: tuple[Rule, ...] = (
             and not (plan.zero == 3 and plan.offload_share("params") > 0)
         ),
         finding="ZeRO shards over dp_shard and cp, and both are 1",
-        remedy="Use zero=0, dp_shard=2 or more, or offload=params with zero=3",
-        fix={"zero": 0},
+        remedy=_shards_instead,
+        fix=lambda plan, facts: _replicas_as_shards(plan, facts) or plan.replace(zero=0),
     ),
     Rule(
         name="shard-needs-zero",

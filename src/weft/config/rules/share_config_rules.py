@@ -40,13 +40,27 @@ def _not_with_shares(
     )
 
 
+def _shards_unequally(config: RunConfig) -> bool:
+    """Return True if the plan has `shard_shares`, which plan=auto never chooses."""
+    found = plan_of(config)
+    return bool(found[0].shard_shares) if found is not None else " shard_shares=" in config.plan
+
+
 def _unfit_plan(config: RunConfig) -> str:
     found = plan_of(config)
     return "" if found is None else unsupported_with_shares(found[0])
 
 
-#: Rules for configs with shares in the plan, or with balance=apply.
+#: Rules for configs with shares or shard_shares in the plan, or with balance=apply.
 SHARE_CONFIG_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
+        name="shard-shares-divide-matrices",
+        keys=("optimizer.name", "plan"),
+        reason="shard_shares divide parameters by elements, and Muon needs full matrices.",
+        predicate=lambda config: config.optimizer.name == "muon" and _shards_unequally(config),
+        message="muon: it needs full matrices, and shard_shares divide them. Use optimizer.name=adamw or sgd, or leave "
+        "shard_shares out.",
+    ),
     ConfigRule(
         name="balance-needs-a-plan",
         keys=("balance", "plan"),
@@ -64,8 +78,6 @@ SHARE_CONFIG_RULES: tuple[ConfigRule, ...] = (
     _not_with_shares("have-known-tasks", "task.name",
                      lambda config: config.task.name is not None and config.task.name not in _TASKS,
                      lambda config: config.task.name, f"Use {', '.join(_TASKS)} or the default task"),
-    _not_with_shares("have-even-batches", "data.batching", lambda config: config.data.batching == "cost",
-                     lambda config: config.data.batching, "Use data.batching=fixed"),
     _not_with_shares("have-no-norm-groups", "train.norm_group", lambda config: config.train.norm_group > 0,
                      lambda config: config.train.norm_group, "Use train.norm_group=0"),
     _not_with_shares("need-torch", "launch.engine", lambda config: config.launch.engine == "jax",

@@ -13,8 +13,12 @@ from weft.config.rules.rule import Facts, Rule, asks
 _SUPPORTED = frozenset({
     "pp", "dp_replicate", "dp_shard", "cp", "cp_mode", "tp", "sp", "ep", "order", "shares", "zero", "reshard",
     "schedule", "microbatches", "virtual_stages", "split", "accumulation", "recompute", "offload", "precision",
-    "compile",
+    "compile", "shard_shares",
 })  # fmt: skip
+#: Plan fields that `shard_shares` supports, as above.
+_WITH_SHARDS = _SUPPORTED - {"cp", "cp_mode", "ep", "reshard", "compile"}
+#: Largest value of `shard_shares`: parts are multiples of 16 elements times the share.
+_LARGEST_SHARE = 64
 _PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
 #: Most ranks for which legal shares are computed for an error message.
 _MOST_WRITTEN = 100_000
@@ -29,12 +33,12 @@ def _in_lowest_terms(counts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(count // common for count in counts)
 
 
-def _unsupported(plan: Plan) -> tuple[str, str] | None:
+def _unsupported(plan: Plan, supported: frozenset[str] = _SUPPORTED) -> tuple[str, str] | None:
     """Return the first field that unequal shares do not support, and its value to use instead; None without one."""
     if plan.precision not in _PRECISIONS:
         return "precision", "bf16"
     for name, field in PLAN_FIELDS.items():
-        if name not in _SUPPORTED and getattr(plan, name) != field.default:
+        if name not in supported and getattr(plan, name) != field.default:
             return name, field.kind.write(field.default)
     return None
 
@@ -46,6 +50,12 @@ def unsupported_with_shares(plan: Plan) -> str:
     name, instead = found
     value = PLAN_FIELDS[name].kind.write(getattr(plan, name))
     return f"unequal shares are not built with {name}={value} yet. Use {name}={instead}"
+
+
+def _written(plan: Plan) -> tuple[str, str]:
+    """Return the first setting that `shard_shares` do not support, and the one to use instead."""
+    name, instead = _unsupported(plan, _WITH_SHARDS) or ("", "")
+    return f"{name}={PLAN_FIELDS[name].kind.write(getattr(plan, name))}", f"{name}={instead}"
 
 
 def _finding(plan: Plan, facts: Facts) -> str:
@@ -117,8 +127,61 @@ def _fed_plan(plan: Plan, facts: Facts) -> Plan | None:
     return None if fed is None else plan.replace(shares=fed)
 
 
-#: Rules for the plan's field `shares`.
+def _sharding(plan: Plan, facts: Facts) -> bool:
+    """Return True if `shard_shares` divide the states of zero=1 or 2, over a fixed number of ranks."""
+    return bool(plan.shard_shares) and plan.zero in (1, 2) and facts.open_axis != "dp_shard"
+
+
+def _shard_list(plan: Plan) -> tuple[int, ...]:
+    shares, size = plan.shard_shares, min(plan.dp_shard, _MOST_WRITTEN)
+    return (*shares[:size], *[shares[-1]] * (size - len(shares)))
+
+
+def _scaled(shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the nearest shares with small enough numbers."""
+    most = max(shares)
+    return _in_lowest_terms(tuple(max(1, round(share * _LARGEST_SHARE / most)) for share in shares))
+
+
+#: Rules for the plan's fields `shares` and `shard_shares`.
 SHARE_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="shard-shares-need-zero",
+        field="shard_shares",
+        reason="shard_shares divide the optimizer states of zero=1 and 2; zero=0 divides none, and fully_shard of "
+        "zero=3 only in equal parts.",
+        predicate=lambda plan, facts: bool(plan.shard_shares) and plan.zero not in (1, 2),
+        finding=lambda plan, facts: (
+            f"zero={plan.zero} {'divides parameters in equal parts' if plan.zero else 'divides no states'}"
+        ),
+        remedy="Use zero=1 or 2, or leave shard_shares out",
+        fix={"shard_shares": ()},
+    ),
+    Rule(
+        name="shard-shares-match-ranks",
+        field="shard_shares",
+        reason="Every rank of dp_shard has one share of the states.",
+        predicate=lambda plan, facts: _sharding(plan, facts) and len(plan.shard_shares) != plan.dp_shard,
+        finding=lambda plan, facts: (
+            f"each of the {plan.dp_shard} ranks of dp_shard has one share, and {len(plan.shard_shares)} "
+            f"{'is' if len(plan.shard_shares) == 1 else 'are'} given"
+        ),
+        remedy=lambda plan, facts: (
+            f"Use shard_shares={_write(_shard_list(plan))}"
+            if plan.dp_shard <= _MOST_WRITTEN
+            else "Leave shard_shares out"
+        ),
+        fix=lambda plan, facts: plan.replace(shard_shares=_shard_list(plan) if plan.dp_shard <= _MOST_WRITTEN else ()),
+    ),
+    Rule(
+        name="shard-shares-are-small",
+        field="shard_shares",
+        reason=f"A share is at most {_LARGEST_SHARE}, because parts are padded to multiples of their shares.",
+        predicate=lambda plan, facts: bool(plan.shard_shares) and max(plan.shard_shares) > _LARGEST_SHARE,
+        finding=f"a share is at most {_LARGEST_SHARE}",
+        remedy=lambda plan, facts: f"Use shard_shares={_write(_scaled(plan.shard_shares))}",
+        fix=lambda plan, facts: plan.replace(shard_shares=_scaled(plan.shard_shares)),
+    ),
     Rule(
         name="shares-need-data-ranks",
         field="shares",
@@ -157,6 +220,16 @@ SHARE_RULES: tuple[Rule, ...] = (
 
 #: Combinations with shares that are not shown to be equal to one process.
 SHARES_NOT_BUILT: tuple[Rule, ...] = (
+    Rule(
+        name="shard-shares-not-built",
+        field="shard_shares",
+        reason="shard_shares are built with dp_replicate, tp, sp, pp, shares, accumulation, recompute and offload, in "
+        "fp64, fp32, tf32 and bf16, and not yet with others.",
+        predicate=lambda plan, facts: bool(plan.shard_shares) and _unsupported(plan, _WITH_SHARDS) is not None,
+        finding=lambda plan, facts: f"it is not built with {_written(plan)[0]} yet",
+        remedy=lambda plan, facts: f"Use {_written(plan)[1]}, or leave shard_shares out",
+        fix={"shard_shares": ()},
+    ),
     Rule(
         name="shares-not-built",
         field="shares",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weft.config.fields.wire_formats import wire_spec
 from weft.config.pipeline_schedule import FORMS
-from weft.config.plan import Plan
+from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.rules.rule import Facts, Rule, asks
 
 
@@ -32,8 +34,77 @@ def _group_choices(plan: Plan, facts: Facts) -> str:
     return f"Use microbatches={f'{below} or ' if below else ''}{below + plan.pp}"
 
 
+#: Largest number of pipeline ranks for which a message has a list.
+_MOST_LISTED = 64
+
+
+def _lists(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Return the lists with a value for each rank of pp, each with the text before it."""
+    found = [("recompute=", plan.recompute.split("+"))] if "+" in plan.recompute else []
+    pairs = [part.partition(":") for part in plan.offload if "/" in part]
+    return [*found, *((f"offload={word}:", shares.split("/")) for word, _, shares in pairs)]
+
+
+def _wrong_list(plan: Plan, facts: Facts, field: str) -> tuple[str, list[str]] | None:
+    if facts.open_axis == "pp":
+        return None
+    wrong = (one for one in _lists(plan) if one[0].startswith(field) and (len(one[1]) != plan.pp or plan.pp == 1))
+    return next(wrong, None)
+
+
+def _list_found(field: str) -> Callable[[Plan, Facts], str]:
+    def finding(plan: Plan, facts: Facts) -> str:
+        found = _wrong_list(plan, facts, field)
+        return f"it lists {len(found[1]) if found else 0} values, one for each rank of pp, and pp is {plan.pp}"
+
+    return finding
+
+
+def _list_remedy(field: str) -> Callable[[Plan, Facts], str]:
+    def remedy(plan: Plan, facts: Facts) -> str:
+        start, values = _wrong_list(plan, facts, field) or (field, ["none"])
+        if plan.pp == 1:
+            return f"Use pp={len(values)}, or {start}{values[0]}"
+        mark = "/" if start.endswith(":") else "+"
+        if plan.pp > _MOST_LISTED:
+            return f"Use {start}{values[0]}"
+        return f"Use {start}{mark.join([*values, *[values[-1]] * plan.pp][: plan.pp])}"
+
+    return remedy
+
+
+def _list_rule(field: str, words: str) -> Rule:
+    return Rule(
+        name=f"{field}-list-matches-pp",
+        field=field,
+        reason=f"A list of {words} has one for each rank of pp.",
+        predicate=lambda plan, facts: _wrong_list(plan, facts, field) is not None,
+        finding=_list_found(field),
+        remedy=_list_remedy(field),
+        fix={field: PLAN_FIELDS[field].default},
+    )
+
+
 #: Pipeline features that the runtime does not support yet.
 PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
+    Rule(
+        name="lists-without-compile",
+        field="recompute",
+        reason="Recompute and offload by rank of the pipeline are not tested yet with compiled blocks or CUDA graphs.",
+        predicate=lambda plan, facts: plan.differs_by_stage and (plan.compile or plan.graphs),
+        finding="policies and shares by rank of pp are not tested with compiled blocks or CUDA graphs",
+        remedy="Use compile=off and graphs=off, or one value for all ranks",
+        fix={"compile": False, "graphs": False},
+    ),
+    Rule(
+        name="only-optimizer-by-rank",
+        field="offload",
+        reason="Only the optimizer may be offloaded yet by a list of shares, one for each rank of pp.",
+        predicate=lambda plan, facts: any("/" in part for part in plan.offload if not part.startswith("optimizer")),
+        finding="only optimizer has a share for each rank of pp",
+        remedy="Use one share for all ranks",
+        fix={"offload": ()},
+    ),
     Rule(
         name="pp-recompute-budget-not-built",
         field="recompute",
@@ -58,6 +129,8 @@ PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
 
 #: Combinations with a pipeline that can never work.
 PIPELINE_LASTING: tuple[Rule, ...] = (
+    _list_rule("recompute", "policies"),
+    _list_rule("offload", "shares"),
     Rule(
         name="pp-keeps-gathered",
         field="reshard",

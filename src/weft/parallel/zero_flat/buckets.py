@@ -1,8 +1,9 @@
 """Flat buckets: parameters of a module in contiguous memory, so that one collective communicates many of them.
 
-All parameters of a bucket have one dtype. Its flat tensors hold `num_shards` equal parts. Part r belongs to rank r of
-the shard axis, the only rank with master weights and optimizer states for it. There are two layouts: usually, a
-parameter may cross part boundaries. With `whole` it does not, for optimizers that need full matrices.
+All parameters of a bucket have one dtype. Its flat tensors hold `num_shards` parts, which are equal unless the plan has
+`shard_shares`. Part r belongs to rank r of the shard axis, the only rank with master weights and optimizer states for
+it. There are two layouts: usually, a parameter may cross part boundaries. With `whole` it does not, for optimizers that
+need full matrices.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from weft.comm.collectives import all_reduce, start_all_reduce
+from weft.comm.collectives import all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.comm.mesh import Axis
+from weft.comm.padded import PaddedGather, PaddedReduceScatter
 from weft.comm.pending import Pending
 from weft.comm.transports.scattered_tensor import Parts
 from weft.comm.wire.coder import Coder, Coders
 from weft.comm.wire.low_rank import Matrix, matrices_of
 from weft.config import partitioning as shares
 from weft.errors import ModelError
+from weft.memory.host_link import Waitable
 from weft.memory.offload import HostPart
 from weft.parallel.state.placement import Axes
 from weft.private_torch import version_of
@@ -111,9 +114,10 @@ class Arriving(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Slots that are communicated together, in `num_shards` parts of `length` elements.
+    """Slots that are communicated together, in `num_shards` parts. This rank's part has `length` elements.
 
     Attributes:
+        sizes: elements of each part if they are unequal; () if all have `length` elements.
         own: range of this rank's part in the flat tensors.
         whole: True for the layout in which no parameter crosses part boundaries.
         gaps: ranges of the flat tensors that contain no parameter.
@@ -139,6 +143,7 @@ class Bucket:
     weights: torch.Tensor
     master: torch.Tensor
     gaps: list[slice]
+    sizes: tuple[int, ...] = ()
     on_host: bool = False
     differs: bool = False
     grads: torch.Tensor | None = None
@@ -152,7 +157,7 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        return self.length * self.num_shards
+        return sum(self.sizes) or self.length * self.num_shards
 
     @property
     def is_mixed(self) -> bool:
@@ -250,12 +255,21 @@ def lay_out(
     whole: frozenset[str] = frozenset(),
     host: frozenset[str] = frozenset(),
     bucket_bytes: int = shares.bucket_bytes("cpu"),
+    shard_shares: Sequence[int] = (),
 ) -> list[Bucket]:
     """Build empty buckets in the order in which backward completes them: the last parameters first.
 
     whole: names of parameters that must not cross part boundaries. host: names of parameters whose masters are on the
-    host. Raises ModelError if most of the memory would be padding with this number of ranks.
+    host. shard_shares: shares of the ranks, or () for equal parts. Raises ModelError if most of the memory would be
+    padding with this number of ranks, and for unequal shares with `whole`.
     """
+    weights = tuple(shard_shares) if len(shard_shares) == shard.size > 1 else (1,) * shard.size
+    if shard_shares and whole:
+        raise ModelError(
+            "shard_shares: the optimizer needs full matrices, which are not divided by shares. Leave shard_shares out, "
+            "or use AdamW or SGD."
+        )
+    before = sum(weights[: shard.rank])
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
         key = (slot.name in whole and shard.size > 1, slot.name in host, formats[slot.param], slot.param.device)
@@ -265,7 +279,7 @@ def lay_out(
     for key, members in kinds.items():
         # The first bucket is small on a GPU too, so that gradient communication starts early.
         first = max(1, min(bucket_bytes, shares.bucket_bytes("cpu")) // master.itemsize)
-        found = _undivided(members, limit, shard.size) if key[0] else _slices(members, (first, limit), shard.size)
+        found = _undivided(members, limit, shard.size) if key[0] else _slices(members, (first, limit), sum(weights))
         _refuse_fill(found, shard, master.itemsize)
         groups += found
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
@@ -274,13 +288,14 @@ def lay_out(
         Bucket(
             index,
             members,
-            length,
+            length * weights[shard.rank],
             num_shards=shard.size,
-            own=slice(length * shard.rank, length * (shard.rank + 1)),
+            own=slice(length * before, length * (before + weights[shard.rank])),
             whole=is_whole,
             weights=torch.empty(0, dtype=formats[members[0].param], device=members[0].param.device),
             master=torch.empty(0, dtype=master, device=members[0].param.device),
-            gaps=_gaps(members, length * shard.size),
+            gaps=_gaps(members, length * sum(weights)),
+            sizes=() if len(set(weights)) == 1 else tuple(length * weight for weight in weights),
             on_host=members[0].name in host,
         )
         for index, (members, length, is_whole) in enumerate(groups)
@@ -391,6 +406,16 @@ def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
+# Collectives over the parts of a bucket.
+
+
+def gather_parts(bucket: Bucket, part: torch.Tensor, out: torch.Tensor | None = None) -> Arriving:
+    """Start the all-gather of a bucket's parts over its shard axis. part: this rank's part. out: the flat result."""
+    if bucket.sizes:
+        return PaddedGather(part, bucket.over.shard, bucket.sizes, out)
+    return start_all_gather(part, bucket.over.shard, out=out)
+
+
 # Collectives that sum a bucket's gradients one after another, and the wire format of each.
 
 #: Kinds of gradient sums of a bucket: over its shards, over its replicas, and in a custom training loop.
@@ -425,6 +450,12 @@ class BucketSums:
         if not self.coders.outer_wire.feeds_back or bucket.over.outer.size == 1:
             return None
         return self._outer_coder(bucket, "shard" if self.divides(bucket) else "replicas")
+
+    def over_shards(self, bucket: Bucket, flat: torch.Tensor | Parts, out: torch.Tensor) -> Waitable:
+        """Start the sum of which every rank gets its part. flat: gradients of all parts. out: this rank's part."""
+        if bucket.sizes and isinstance(flat, torch.Tensor):
+            return PaddedReduceScatter(flat, bucket.over.shard, bucket.sizes, out)
+        return start_reduce_scatter(flat, bucket.over.shard, out=out, wire=self.shard_coder(bucket))
 
     def over_replicas(self, bucket: Bucket, sums: torch.Tensor, parts: Parts | None = None) -> Pending:
         """Start the sum over the ranks with equal parts. parts: the input, if it is not in `sums`."""

@@ -5,6 +5,7 @@ If an optimizer needs full parameters, each parameter is assigned to one rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +32,7 @@ from weft.parallel.zero.states import (
     replicas_in,
     untrained,
 )
-from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
+from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot, gather_parts
 
 
 class SlotAdoption:
@@ -277,7 +278,7 @@ def _gather_key(
             target, value = slot.view_in(part, bucket.own), _local(adoption, slot).get(key)
             if target is not None and value is not None:
                 target.copy_(value)
-        flat = all_gather(part, shard)
+        flat = gather_parts(bucket, part).wait()
         yield from ((f"{slot.name}/{key}", slot.of(flat)) for slot in alike)
     for slot in slots:
         entry = table[slot.name][key]
@@ -358,6 +359,8 @@ class SlotSlices:
                 near = [rank - axes.mesh.rank for rank in kind.holders]
                 self._ranks[id(kind)] = tuple(rank + step for rank in kind.shard.ranks for step in near)
             self._turns[id(bucket)] = turn
+            if bucket.sizes:
+                continue  # `length` differs between ranks
             turn += -(-bucket.length // assign_evenly((), bucket.length, len(kind.holders) or 1).share)
 
     def of(self, slot: Slot) -> FlatSlice | None:
@@ -365,12 +368,24 @@ class SlotSlices:
         bucket = slot.bucket
         if not slot.is_in(bucket.own):
             return None
-        kind, (start, end) = bucket.over, slot.inside(bucket.own)
-        turn = self._turns[id(bucket)]
-        deal = assign_evenly(self._ranks[id(kind)], bucket.length, len(kind.holders), start=slot.start, turn=turn)
+        start, end = slot.inside(bucket.own)
+        deal = self._ownership(slot)
         flat = bucket.master.detach()[start - bucket.own.start : end - bucket.own.start]
         part = self._axes.part_of(slot.name, slot.param)
         return FlatSlice(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
+
+    def _ownership(self, slot: Slot) -> OwnershipMap:
+        """Return the map from a parameter's elements to the ranks that write them."""
+        bucket, kind = slot.bucket, slot.bucket.over
+        if not bucket.sizes:
+            times, turn = len(kind.holders), self._turns[id(bucket)]
+            return assign_evenly(self._ranks[id(kind)], bucket.length, times, start=slot.start, turn=turn)
+        # Unequal parts are several equal chunks of one rank. Of the ranks with the same part, the first writes it.
+        chunk, near = math.gcd(*bucket.sizes), kind.holders[0] - self._axes.mesh.rank
+        chunks = zip(kind.shard.ranks, bucket.sizes, strict=True)
+        return OwnershipMap(
+            tuple(rank + near for rank, size in chunks for _ in range(size // chunk)), chunk, slot.start
+        )
 
     def states(self, adoption: SlotAdoption) -> Iterator[FlatSlice]:
         """Yield this rank's optimizer states as flat slices. Raises CheckpointError if a shape does not fit."""

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm.collectives import all_gather, broadcast
+from weft.comm.collectives import broadcast
 from weft.errors import ModelError
 from weft.memory.offload import Host, HostPart, choose
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.materialize import Materialise
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.state.precision import Precision, cast_inputs, formats
-from weft.parallel.zero_flat.buckets import Bucket, Slot, WeightOf, fill, lay_out, put_in_order
+from weft.parallel.zero_flat.buckets import Bucket, Slot, WeightOf, fill, gather_parts, lay_out, put_in_order
 from weft.parallel.zero_flat.optimizer_states import SlotSlices, Untrained
 from weft.private_torch import version_of
 
@@ -53,7 +53,7 @@ class FlatParameters:
         self.kinds = {slot: axes.of(slot.name, slot.shape) for slot in self.slots}
         self.untrained = Untrained(model, axes, self._formats, materialise.value_of)
         sizes = [(slot.name, slot.numel) for slot in reversed(self.slots)]  # in the order of backward
-        self.on_host = choose(sizes, axes.mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
+        self.on_host = choose(sizes, axes.mesh.stage_plan.offload_share("optimizer")) if host else frozenset[str]()
 
     @property
     def is_sharded(self) -> bool:
@@ -68,6 +68,7 @@ class FlatParameters:
         """Lay out and fill buckets. settle: True to broadcast the first rank's weights, because ranks may differ."""
         self.buckets = []
         options: dict[str, Any] = {"whole": unsharded, "host": self.on_host, "bucket_bytes": self._bucket_bytes}
+        options["shard_shares"] = self._axes.mesh.plan.shard_shares
         for axes in dict.fromkeys(self.kinds.values()):
             slots = [slot for slot in self.slots if self.kinds[slot] is axes]
             if axes.waits:  # stages register their modules in different orders
@@ -102,7 +103,7 @@ class FlatParameters:
             flat = bucket.weights
             if bucket.is_mixed:
                 shard = bucket.master
-                flat = shard if bucket.num_shards == 1 else all_gather(shard.to(flat.device), bucket.over.shard)
+                flat = shard if bucket.num_shards == 1 else gather_parts(bucket, shard.to(flat.device)).wait()
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def local(self) -> Iterator[tuple[Slot, torch.Tensor]]:

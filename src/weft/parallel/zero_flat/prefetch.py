@@ -20,7 +20,7 @@ from weft.comm.wire.wire_format import find_wire
 from weft.models.adapters import adapted
 from weft.models.inspect import hugging_face, layers
 from weft.models.inspect.blocks import repeated_blocks, replace_class
-from weft.parallel.zero_flat.buckets import Bucket, Slot
+from weft.parallel.zero_flat.buckets import Bucket, Slot, gather_parts
 from weft.private_torch import uncompiled
 
 
@@ -155,7 +155,7 @@ class WeightPrefetcher:
         elif bucket.is_mixed and not bucket.is_rounded:
             own.copy_(bucket.master)
         bucket.is_rounded = False
-        bucket.arriving = start_all_gather(own, bucket.over.shard, out=bucket.weights)
+        bucket.arriving = gather_parts(bucket, own, bucket.weights)
         self._waiting.append(bucket)
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from weft.comm.collectives import all_gather, all_reduce, start_reduce_scatter
+from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.pending import Pending
 from weft.comm.wire.coder import Coders
 from weft.comm.wire.wire_format import Wire
@@ -23,7 +23,7 @@ from weft.errors import CommError
 from weft.memory.host_link import Waitable
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.zero.engine import GradientReducer, Phase
-from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
+from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot, gather_parts
 from weft.private_torch import foreach_mul_, foreach_norm
 
 #: Maximum number of buckets with full gradients in flight, if a completed one frees memory: at stage 2, and for
@@ -190,7 +190,7 @@ class Reducer(GradientReducer):
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradient sums, multiplied by the pending factor. Collective over the shard axes."""
         for bucket in self.buckets:
-            flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
+            flat = shard_of(bucket) if bucket.num_shards == 1 else gather_parts(bucket, shard_of(bucket)).wait()
             flat = flat if self.factor == 1.0 else flat * self.factor
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
@@ -278,7 +278,7 @@ class Reducer(GradientReducer):
         if bucket.num_shards == 1:
             self._launch_all_reduce(bucket, final)
             return
-        parts = bucket.parts() if final and not bucket.collected else None
+        parts = bucket.parts() if final and not bucket.collected and not bucket.sizes else None
         flat = self.take(bucket) if parts is None else None
         for slot in bucket.slots:
             slot.param.grad = None
@@ -294,7 +294,7 @@ class Reducer(GradientReducer):
         out = bucket.shard if add is None else add
         what = flat if parts is None else parts
         assert what is not None
-        pending: Waitable = start_reduce_scatter(what, bucket.over.shard, out=out, wire=self.sums.shard_coder(bucket))
+        pending = self.sums.over_shards(bucket, what, out)
         if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
         self._under_way[bucket.index] = _PendingReduction(pending, add, final)

@@ -62,7 +62,10 @@ class FullyShardedModel(ZeroEngine):
         super().__init__(mesh, placements, sharded=True)
         materialise = self._materialise(model, seed, filled_later)
         parameters = ShardedParameters(model, mesh, self.axes, self.precision, materialise, host)
-        self.parameters, shares = parameters, (mesh.plan.offload_share("params"), mesh.plan.offload_share("optimizer"))
+        self.parameters, shares = (
+            parameters,
+            (mesh.plan.offload_share("params"), mesh.stage_plan.offload_share("optimizer")),
+        )
         self.updates_on_host = host is not None and sum(shares) > 0
         self._moving = [
             (one, self.axes.settling(name, one)) for name, one in parameters.buffers.items() if one.is_floating_point()

@@ -373,7 +373,7 @@ class ShardedParameters:
         self.modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         self.slices = ShardSlices(self.shards, self.kinds, axes)
         self.hosted: HostedShards | None = None
-        names = choose_hosted(self.shards, on_host, mesh.plan)
+        names = choose_hosted(self.shards, on_host, mesh.stage_plan)
         if host is not None and names:
             self.hosted = HostedShards(host, self.shards, names)
             if axes.plain.replicate.size == 1:

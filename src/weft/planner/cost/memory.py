@@ -49,7 +49,7 @@ _AFTER_FORWARD = RESHARDS.index("after_forward")
 #: The columns that this module reads. Of num_micro only matters if there is more than one microbatch.
 OF_STATES = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "reshard", "reshard_within", "gather", "reduce",
-    "compress", "sync", "sync_fragments", "precision", "num_micro", "offload_optimizer", "graphs",
+    "compress", "sync", "sync_fragments", "precision", "num_micro", "offload_optimizer", "graphs", "shard_shares",
 )  # fmt: skip
 
 

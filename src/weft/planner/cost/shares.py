@@ -89,8 +89,11 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
 
 
 def zero_groups(columns: Columns, stage: int) -> tuple[Array, Array]:
-    """Return the numbers of ranks that shard dense parameters and experts; 1 for plans with zero below `stage`."""
-    group = (columns.dp_shard * columns.cp).astype(np.float64)
+    """Return the numbers of ranks that shard dense parameters and experts; 1 for plans with zero below `stage`.
+
+    With `shard_shares`, the first is all states over those of the rank with the largest share.
+    """
+    group = columns.dp_shard * columns.cp / columns.largest_shard
     inside = np.maximum(1.0, group * columns.tp / columns.ep)
     return np.where(columns.zero >= stage, group, 1.0), np.where(columns.zero >= stage, inside, 1.0)
 

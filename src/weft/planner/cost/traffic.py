@@ -68,7 +68,7 @@ def offload_s(
 #: The columns that a rank's communication of gradients and parameters depends on, in addition to its layers.
 OF_TRAFFIC = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "order", "zero", "reshard_within", "gather", "reduce",
-    "compress", "sync", "sync_every", "sync_fragments",
+    "compress", "sync", "sync_every", "sync_fragments", "shard_shares",
 )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
         layers: layers that are communicated one after the other.
     """
     units = np.maximum(1.0, layers)
-    gathers, reduces, short = _traffic(job, columns, fabric, shares, units)
+    gathers, reduces, short = (each * columns.largest_shard for each in _traffic(job, columns, fabric, shares, units))
     again = gathers
     if columns.reshard_within.any():
         # Gathers from secondary shards, over neighboring ranks, in the compute format.

@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.config.cluster import ClusterSpec, DeviceSpec, slowest_of
+from weft.config.partitioning import largest_remainder
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check
 from weft.config.rules.share_rules import unsupported_with_shares
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate
-from weft.planner.mixed.placement import GridPlacement, GridProblem, GroupKind, anneal, exact, moves_for
+from weft.planner.mixed.placement import GridPlacement, GridProblem, GroupKind, anneal, exact, in_given_order, moves_for
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.pipeline_clock import passes
 from weft.planner.search.question import Question
+from weft.planner.search.refine import estimated
 from weft.planner.space.columns import Columns
 from weft.planner.uncertainty import fits_chance, memory_error_scale
 from weft.units import format_count, format_seconds
@@ -137,7 +139,7 @@ def mixed_answer(question: Question, ranked: Sequence[Candidate]) -> MixedAnswer
         chosen += 1
     roles = [_role(question, asked, found, index) for index in range(chosen)]
     best = found[chosen]
-    if best is not None and ranked:
+    if best is not None and ranked and "shares" not in question.fixed:
         best = replace(best, even_s=ranked[0].step_s)
     return MixedAnswer(best, tuple(role for role in roles if role is not None))
 
@@ -175,9 +177,12 @@ def _best_of(question: Question, ranked: Sequence[Candidate]) -> MixedPlan | Non
         return MixedPlan(first.plan, first.step_s, first.step_s, whole, is_exact=True)
     chosen: dict[tuple[object, ...], Candidate] = {}
     for one in ranked:
-        if _is_known(one.plan):
-            plan = one.plan
-            chosen.setdefault((plan.pp, plan.dp_size, plan.tp, plan.cp, plan.zero, plan.recompute_policy), one)
+        plan = one.plan
+        if plan.measures_shares:
+            continue
+        layout = (plan.pp, plan.dp_size, plan.tp, plan.cp, plan.zero, plan.reshard, plan.recompute_policy)
+        if layout not in chosen and _is_known(plan):
+            chosen[layout] = _even(one)
         if len(chosen) == _LAYOUTS:
             break
     several = [each for one in chosen.values() for each in _with_more_passes(one)]
@@ -190,11 +195,16 @@ def _best_of(question: Question, ranked: Sequence[Candidate]) -> MixedPlan | Non
     return best
 
 
+def _even(one: Candidate) -> Candidate:
+    """Return a candidate estimated with equal parts. Its problem has the shares and the split that the user fixed."""
+    return one if not one.plan.shares else estimated([one.plan.replace(shares=())], one.question)[0]
+
+
 def _with_more_passes(one: Candidate) -> list[Candidate]:
     """Return a candidate and variants with more microbatches, because a faster rank has larger ones."""
     plan, job = one.plan, one.question.job
     name = "microbatches" if plan.pp > 1 else "accumulation"
-    most = job.global_batch // plan.dp_size
+    most = 0 if name in one.question.fixed else job.global_batch // plan.dp_size
     counts = [count for factor in _MORE_PASSES if (count := plan.microbatches_per_step * factor) <= most]
     plans = [plan.replace(**{name: count}) for count in counts]
     if not plans:
@@ -207,7 +217,8 @@ def _with_more_passes(one: Candidate) -> list[Candidate]:
 def _is_known(plan: Plan) -> bool:
     """Return True for plans that can be priced on mixed devices: no experts over ranks, one stage on each rank."""
     with_shares = plan.replace(shares=(1,) * plan.dp_size) if plan.dp_size > 1 else plan
-    return plan.ep == 1 and plan.schedule in ("gpipe", "1f1b") and not unsupported_with_shares(with_shares)
+    is_uniform = plan.schedule in ("gpipe", "1f1b") and not (plan.differs_by_stage or plan.shard_shares)
+    return plan.ep == 1 and is_uniform and not unsupported_with_shares(with_shares)
 
 
 def _other_s(one: Candidate) -> float:
@@ -224,10 +235,12 @@ def _problem(one: Candidate) -> GridProblem | None:
     if groups is None or any(kind is None for kind in kinds):
         return None
     before, after = _extras(one)
+    shares = question.fixed.get("shares", ())
     return GridProblem(
         kinds=tuple(kind for kind in kinds if kind is not None), counts=groups, pp=plan.pp, dp=plan.dp_size,
         layers=question.job.shape.layers, samples=question.job.global_batch, microbatches=plan.microbatches_per_step,
-        before=before, after=after,
+        before=before, after=after, given_split=question.fixed.get("split", ()),
+        given_counts=largest_remainder(question.job.global_batch, shares) if shares else (),
     )  # fmt: skip
 
 
@@ -241,6 +254,7 @@ def _placed(one: Candidate, problem: GridProblem) -> MixedPlan | None:
         placed, is_exact = anneal(problem), False
     if not math.isfinite(placed.seconds):
         return None
+    placed = in_given_order(problem, placed)
     chosen = _with_shares(one, placed)
     if check(chosen, question.facts):
         return None
@@ -312,8 +326,8 @@ def _margin(one: Candidate) -> float:
 def _with_shares(one: Candidate, placed: GridPlacement) -> Plan:
     common = math.gcd(*placed.counts)
     shares = tuple(count // common for count in placed.counts)
-    plan = one.plan.replace(shares=() if len(set(shares)) == 1 else shares)
-    if plan.pp == 1:
+    plan = one.plan.replace(shares=one.question.fixed.get("shares", () if len(set(shares)) == 1 else shares))
+    if plan.pp == 1 or "split" in one.question.fixed:
         return plan
     usual = tuple(one.question.job.shape.stage_layers(plan.pp))
     return plan.replace(split=() if placed.split == usual else placed.split)

@@ -59,6 +59,7 @@ class GridProblem:
         samples: samples of a step.
         microbatches: microbatches of one replica.
         before, after: work of the embedding and of the head, in layers.
+        given_counts, given_split: samples of each replica and layers of each stage, if the user fixed them; () if not.
     """
 
     kinds: tuple[GroupKind, ...]
@@ -70,6 +71,8 @@ class GridProblem:
     microbatches: int
     before: float = 0.0
     after: float = 0.0
+    given_counts: tuple[int, ...] = ()
+    given_split: tuple[int, ...] = ()
 
     @property
     def extras(self) -> Floats:
@@ -133,6 +136,12 @@ def divided(problem: GridProblem, cost_D: Floats, room_D: Floats) -> tuple[Float
         room_D: most samples of each replica (..., D).
     """
     room = np.floor(room_D)
+    if problem.given_counts:  # replicas may be exchanged, so the fastest one gets the most samples
+        counts = np.empty_like(cost_D)
+        most_first = np.broadcast_to(np.sort(problem.given_counts)[::-1].astype(np.float64), cost_D.shape)
+        np.put_along_axis(counts, cost_D.argsort(-1, kind="stable"), most_first, -1)
+        fits = (counts <= room).all(-1) & (counts.min(-1) >= problem.microbatches)
+        return counts, np.where(fits, (counts * cost_D).max(-1), np.inf)
     bound = problem.samples / (1.0 / cost_D).sum(-1, keepdims=True)
     counts = np.minimum(np.maximum(np.floor(bound / cost_D), problem.microbatches), room)
     # Every replica needs a sample in each microbatch. Then give back from the one that is latest.
@@ -166,6 +175,17 @@ def evaluate(problem: GridProblem, grid: Grid, split: Sequence[int]) -> GridPlac
     counts, times = divided(problem, _timed(problem, seconds, splits), _room(problem, [grid], splits))
     found = tuple(int(count) for count in counts[0, 0])
     return GridPlacement(float(times[0, 0]), grid, tuple(split), found)
+
+
+def in_given_order(problem: GridProblem, placed: GridPlacement) -> GridPlacement:
+    """Return a placement with its replicas in the order of `given_counts`, or unchanged if none are given."""
+    if not problem.given_counts or not placed.grid:
+        return placed
+    wanted, found = problem.given_counts, placed.counts
+    places = sorted(range(problem.dp), key=lambda rank: wanted[rank])
+    replica = dict(zip(places, sorted(range(problem.dp), key=lambda rank: found[rank]), strict=True))
+    rows = tuple(tuple(row[replica[rank]] for rank in range(problem.dp)) for row in placed.grid)
+    return GridPlacement(placed.seconds, rows, placed.split, wanted)
 
 
 # All placements and splits.
@@ -220,11 +240,12 @@ def exact(problem: GridProblem) -> GridPlacement:
     """
     if problem.pp > problem.layers:
         return GridPlacement(math.inf)
-    if problem.dp == 1:
+    if problem.dp == 1 and not problem.given_split:
         return min((split_of_one(problem, grid) for grid in placements(problem)), key=lambda one: one.seconds)
-    if math.comb(problem.layers - 1, problem.pp - 1) > _MOST_SPLITS:
+    if not problem.given_split and math.comb(problem.layers - 1, problem.pp - 1) > _MOST_SPLITS:
         raise ValueError(f"{problem.layers} layers in {problem.pp} stages have too many splits to try all")
-    splits = all_splits(problem.layers, problem.pp)
+    given = problem.given_split
+    splits = np.array([given], float) if given else all_splits(problem.layers, problem.pp)
     size = max(1, _AT_ONCE // (len(splits) * problem.pp * problem.dp))
     best, found = math.inf, GridPlacement(math.inf)
     grids = placements(problem)
@@ -336,7 +357,9 @@ def _start(problem: GridProblem, number: int, draw: random.Random) -> list[list[
 
 
 def _balanced(problem: GridProblem, grid: Sequence[Sequence[int]]) -> list[int]:
-    """Return layers in proportion to the speed of each stage, one after another to the stage that is done first."""
+    """Return the given split, or layers one after another to the stage that is done first."""
+    if problem.given_split:
+        return list(problem.given_split)
     speeds = [sum(1.0 / problem.kinds[kind].layer_s for kind in row) for row in grid]
     extras, counts = problem.extras, [1] * problem.pp
     heap = [((2 + extras[stage]) / speeds[stage], stage) for stage in range(problem.pp)]
@@ -352,7 +375,7 @@ def _moved(problem: GridProblem, now: GridPlacement, draw: random.Random) -> tup
     """Return a neighbor: a placement and a split."""
     grid, split = [list(row) for row in now.grid], list(now.split)
     kind = draw.random()
-    if problem.pp > 1 and (kind < 0.5 or len({one for row in grid for one in row}) == 1):
+    if problem.pp > 1 and not problem.given_split and (kind < 0.5 or len({one for row in grid for one in row}) == 1):
         givers = [stage for stage in range(problem.pp) if split[stage] > 1]
         if givers:
             giver = draw.choice(givers)

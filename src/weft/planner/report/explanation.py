@@ -153,12 +153,14 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     if (profile := one.question.profile) is not None:
         lines.append(f"        the profile of {profile.machine.device}, measured {profile.made}")
         lines += [f"        {words}"] if (words := lesson_words(profile)) else []
+    most = " of the rank with the most samples" if one.plan.shares and not one.plan.measures_shares else ""
     waiting = [] if one.built else ["note    Weft does not run this plan yet (see docs/reference/rules.md)"]
-    slow = f"note    all devices have equal work, so each rate and size here is the least of {cluster}"
+    work = "the work of the rank with the most samples" if one.plan.shares else "equal work"
+    slow = f"note    all devices have {work}, so each rate and size here is the least of {cluster}"
     return [
         f"plan    {one.plan}",
         f"job     {one.question.model.name}, {format_count(job.shape.num_params)} parameters, on {cluster}; "
-        f"{one.question.work}, {one.microbatch} in a pass",
+        f"{one.question.work}, {one.microbatch} in a pass{most}",
         f"speed   {format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} {unit}/s "
         f"({format_count(one.tokens_per_s / cluster.num_devices)} per device)",
         f"MFU     {one.mfu:.1%} counting full attention, {one.causal_mfu:.1%} counting causal attention; "

@@ -18,8 +18,8 @@ from weft.errors import PlanError, Problem
 from weft.planner.cost.memory import rank_bytes
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.cost.pipeline import Durations, makespan_s
-from weft.planner.estimator import Estimates, costs_of_layer
-from weft.planner.search.candidate import Candidate
+from weft.planner.estimator import Estimates, costs_of_layer, estimate
+from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.space.columns import Columns
 from weft.planner.uncertainty import memory_error_scale
 
@@ -96,10 +96,29 @@ def best_split(one: Candidate, parts: Passes) -> list[int]:
     return divide_by_rank(one.question.job.shape.layers, _stages(one), first=first, last=last)
 
 
-def _durations(layers: list[int], parts: Passes) -> Durations:
-    sides = np.outer(parts.layer, layers)
-    sides[:, 0] += parts.embedding
-    sides[:, -1] += parts.head
+def _by_rank(one: Candidate) -> list[Candidate]:
+    """Return the candidate for each rank of the pipeline, with the recompute and offload of that rank."""
+    plans = [one.plan.on_stage(rank) for rank in range(one.plan.pp)]
+    if not one.plan.differs_by_stage:
+        return [one] * len(plans)
+    columns = Columns.of(plans, one.question.job)
+    found = estimate(one.question.job, one.question.cluster, columns, one.question.tables)
+    return candidates(one.question, columns, found, plans)
+
+
+def _stage_passes(one: Candidate, ranks: list[Candidate]) -> list[Passes]:
+    """Return the passes of each stage. ranks: the candidate for each rank of the pipeline."""
+    if not one.plan.differs_by_stage:
+        return [passes(one)] * (one.plan.pp * one.plan.virtual_stages)
+    own = [passes(each) for each in ranks]
+    rank_of = {stage: rank for rank, stages in enumerate(_stages(one)) for stage in stages}
+    return [own[rank_of[stage]] for stage in range(len(rank_of))]
+
+
+def _durations(layers: list[int], parts: list[Passes]) -> Durations:
+    sides = np.stack([np.multiply(each.layer, count) for each, count in zip(parts, layers, strict=True)], axis=1)
+    sides[:, 0] += parts[0].embedding
+    sides[:, -1] += parts[-1].head
     forward, backward, weight_grad = (list(map(float, side)) for side in sides)
     return Durations(forward, backward, weight_grad)
 
@@ -117,12 +136,13 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     question, plan = one.question, one.plan
     if plan.pp == 1:
         return [dict(one.memory)]
-    columns = Columns.of([plan], question.job)
     layers = stage_layers(one)
     found: list[dict[str, float]] = []
     for rank, own in enumerate(_stages(one)):
         held = np.array([float(sum(layers[stage] for stage in own))])
         place = (held, rank, 0 in own, len(layers) - 1 in own)
+        plan = one.plan.on_stage(rank)
+        columns = Columns.of([plan], question.job)
         if plan.recompute_blocks:
             columns = columns.with_arrays(recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
         layer = layer_bytes(question.job, columns)
@@ -143,7 +163,7 @@ def timed_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedul
     if one.plan.pp == 1:
         rule = "the plan has no pipeline to draw. Add --fix pp=4, or leave --draw out."
         raise PlanError([Problem("pp", f"pp=1: {rule}")])
-    return _schedule(one, most_microbatches), _durations(stage_layers(one), passes(one))
+    return _schedule(one, most_microbatches), _durations(stage_layers(one), _stage_passes(one, _by_rank(one)))
 
 
 def num_steps(one: Candidate) -> int:
@@ -160,27 +180,33 @@ def clocked(one: Candidate) -> Candidate:
     """
     if one.plan.pp == 1 or one.clocked:
         return one
-    parts, usual = passes(one), stage_layers(one)
+    ranks, usual = _by_rank(one), stage_layers(one)
+    parts = _stage_passes(one, ranks)
     try:
-        plain = _timed(one, parts, usual)
+        plain = _timed(one, parts, usual, ranks)
     except (PlanError, ValueError):
         return one
-    if one.plan.split or "split" in one.question.fixed:
+    if one.plan.split or "split" in one.question.fixed or one.plan.differs_by_stage:
         return plain
-    layers = best_split(one, parts)
+    layers = best_split(one, parts[0])
     if _longest_s(one, _durations(layers, parts)) > (1 - _WORTH) * _longest_s(one, _durations(usual, parts)):
         return plain
-    even = _timed(replace(one, plan=one.plan.replace(split=tuple(layers))), parts, layers)
+    even = _timed(replace(one, plan=one.plan.replace(split=tuple(layers))), parts, layers, ranks)
     return even if even.step_s < plain.step_s * (1 - _WORTH) and even.fits >= one.question.fits else plain
 
 
-def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
+def _timed(one: Candidate, parts: list[Passes], layers: list[int], ranks: list[Candidate]) -> Candidate:
     seconds, schedule = _durations(layers, parts), _schedule(one, 2 * one.plan.pp)
-    longest = _longest_s(one, seconds)
+    busy = _rank_seconds(one, seconds)
+    longest = max(busy)
     work = one.plan.microbatches * longest
     makespan = makespan_s(schedule, seconds) + (one.plan.microbatches - schedule.num_microbatches) * longest
-    before = sum(one.terms[name] for name in _WORK)
-    terms = {name: value * (work / before if name in _WORK else 1.0) for name, value in one.terms.items()}
+    slowest = ranks[busy.index(longest)].terms
+    before = sum(slowest[name] for name in _WORK)
+    terms = {
+        name: value * (work / before) if name in _WORK else max(each.terms[name] for each in ranks)
+        for name, value in slowest.items()
+    }
     terms["bubble"] = max(0.0, makespan - work)
     memory = max(memory_by_rank(one), key=lambda each: sum(each.values()))
     found = Estimates(
@@ -205,6 +231,11 @@ def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
     )
 
 
-def _longest_s(one: Candidate, seconds: Durations) -> float:
+def _rank_seconds(one: Candidate, seconds: Durations) -> list[float]:
+    """Return the time (s) of one microbatch on each rank."""
     sides = np.array([seconds.forward_s, seconds.input_gradient_s, seconds.weight_gradient_s])
-    return max(float(sides[:, list(own)].sum()) for own in _stages(one))
+    return [float(sides[:, list(own)].sum()) for own in _stages(one)]
+
+
+def _longest_s(one: Candidate, seconds: Durations) -> float:
+    return max(_rank_seconds(one, seconds))

@@ -18,6 +18,7 @@ from weft.config.plan import AXES, PLAN_FIELDS, Plan
 from weft.errors import PlanError
 from weft.planner.estimator import Estimates, estimate
 from weft.planner.search.candidate import Candidate, Estimated, candidates
+from weft.planner.search.pipeline_clock import clocked
 from weft.planner.search.plan_rows import PLACES, Row, differing, fitted, row_of, values_by_field
 from weft.planner.search.question import Question
 from weft.planner.space import enumerate as plan_space
@@ -135,6 +136,8 @@ def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> 
         stack = question.job.stack if products == "fp8" else replace(question.job.stack, fp8_inputs=True)
         question = replace(question, job=replace(question.job, stack=stack))
     found = candidates(question, columns, _estimate(question, columns), listed)
+    # Columns have the recompute and offload of one rank. Other ranks are in the simulation.
+    found = [clocked(one) if one.plan.differs_by_stage else one for one in found]
     return [replace(one, products=products) for one in found] if products else found
 
 

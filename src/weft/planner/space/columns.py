@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config.fields.plan_text import MEASURED_SHARES
 from weft.config.fields.plan_values import orders
 from weft.config.fields.wire_formats import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
-from weft.config.partitioning import CP_WAYS, choose_cp_mode, samples_per_microbatch
+from weft.config.partitioning import CP_WAYS, choose_cp_mode, largest_remainder, samples_per_microbatch
 from weft.config.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.planner.space.shape import Shape, Stack, TracedShape
@@ -181,7 +182,8 @@ class Columns:
     as codes: indices in SCHEDULES, RECOMPUTES, PRECISIONS, REDUCES, RESHARDS, CP_MODES and ORDERS.
 
     Attributes:
-        microbatch: sequences of one microbatch on one data-parallel rank.
+        microbatch: sequences of one microbatch on one data-parallel rank; with shares the largest microbatch of the
+            rank with the most samples.
         num_micro: number of microbatches of one step.
         recompute_blocks: number of a rank's layers with the policy `recompute` (0: all).
         recompute_share: share of the layers with the policy, 0 to 1.
@@ -297,7 +299,45 @@ class Columns:
         found["num_micro"] = passes
         sequences = job.sequences(found["dp_replicate"] * found["dp_shard"], passes)
         found["microbatch"] = np.asarray(sequences, dtype=np.int64)
-        return cls.make(len(passes), **found).with_recompute_share(job.shape.layers)
+        return cls.make(len(passes), **found).with_recompute_share(job.shape.layers).with_largest_share(job)
+
+    def largest_samples(self, job: Job) -> Ints:
+        """Return the samples of a step on the data-parallel rank that has the most. Shares "auto" count as equal."""
+        found = -(-job.global_batch // self.dp)
+        for code in _codes(self.shares):
+            if (weights := PLAN_FIELDS["shares"].kind.decode(code)) and weights != MEASURED_SHARES:
+                most = max(largest_remainder(job.global_batch, weights))
+                found = np.where(self.shares == code, most, found)
+        return found
+
+    def with_largest_share(self, job: Job) -> Columns:
+        """Return the columns with the largest microbatch of the rank with the most samples, for plans with shares."""
+        if not self.shares.any():
+            return self
+        most = -(-self.largest_samples(job) // self.num_micro) * job.texts
+        return self.with_arrays(microbatch=np.where(self.shares > 0, most, self.microbatch))
+
+    def with_average_microbatch(self, job: Job) -> Columns:
+        """Return the columns with the average microbatch of the rank with the most samples, which decides its time.
+
+        Only plans with shares change. Without shares, all microbatches have the same size.
+        """
+        if not self.shares.any():
+            return self
+        average = self.largest_samples(job) * job.texts / self.num_micro
+        return Columns(vars(self) | {"microbatch": np.where(self.shares > 0, average, self.microbatch)})
+
+    @property
+    def largest_shard(self) -> Floats:
+        """The largest part of the states that dp_shard divides, over that of equal parts: 1 without `shard_shares`.
+
+        It is also the padded bytes of a collective over the bytes of equal parts.
+        """
+        found = np.ones(len(self))
+        for code in _codes(self.shard_shares):
+            if weights := PLAN_FIELDS["shard_shares"].kind.decode(code):
+                found = np.where(self.shard_shares == code, len(weights) * max(weights) / sum(weights), found)
+        return found
 
     def with_recompute_share(self, num_layers: int) -> Columns:
         """Return the columns with `recompute_share`: `recompute_blocks` divided by the layers of the fullest rank."""

@@ -273,7 +273,8 @@ class PlanGrid:
             if len(mesh):
                 values = {name: _taken(array[rows], mesh) for name, array in left.items()}
                 values |= {name: _taken(array, flag) for name, array in right.items()}
-                yield Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
+                found = Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
+                yield found.with_largest_share(job)
 
     def _alive(self, rows: slice, tally: Tally) -> Mask:
         alive = np.ones((rows.stop - rows.start, len(self.flags)), dtype=bool)
@@ -312,8 +313,8 @@ def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Ru
     return [block for block in blocks if block.num_rows]
 
 
-#: Axes whose use decides which flags are searched, and every subset of them.
-_DECISIVE = tuple(axis for axis in AXES if any(axis in PLAN_FIELDS[name].needs for name in _FLAGS))
+#: Axes whose use decides which flags are searched, and every subset of them. Flags that need pp are not searched.
+_DECISIVE = tuple(axis for axis in AXES if axis != "pp" and any(axis in PLAN_FIELDS[name].needs for name in _FLAGS))
 _KINDS = [
     frozenset(itertools.compress(_DECISIVE, used)) for used in itertools.product((False, True), repeat=len(_DECISIVE))
 ]

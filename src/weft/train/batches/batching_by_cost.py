@@ -72,13 +72,18 @@ class Costs:
                 "(train.seq_len)."
             )
 
-    def divide(self, indices: Sequence[int], num_ranks: int) -> list[list[tuple[int, ...]]]:
+    def divide(
+        self, indices: Sequence[int], num_ranks: int, weights: Sequence[int] = ()
+    ) -> list[list[tuple[int, ...]]]:
         """Return the microbatches of each rank as positions of samples in the step. Every rank has the same number.
 
         Args:
             indices: indices of the step's samples in the training data, in step order.
             num_ranks: number of ranks that read different samples.
+            weights: shares of the ranks in the cost of a step; () for equal costs.
         """
+        if len(set(weights)) > 1:
+            return self._divide_by_shares(indices, np.array(weights, np.float64))
         lengths = _columns(self.lengths)[np.asarray(indices)]
         # Break ties by index, so that every rank computes the same order.
         order = np.lexsort((np.arange(len(lengths)), *-lengths.T, -lengths.sum(1)))
@@ -100,6 +105,30 @@ class Costs:
             [tuple(sorted(order[best[one].start : best[one].stop].tolist())) for one in own]
             + [()] * (number - len(own))
             for own in dealt
+        ]
+
+    def _divide_by_shares(self, indices: Sequence[int], weights: np.ndarray) -> list[list[tuple[int, ...]]]:
+        """Return the microbatches of ranks with unequal shares.
+
+        Samples in order of decreasing cost go to the rank that would have the lowest cost per share. Then the samples
+        of each rank are divided into microbatches of similar cost.
+        """
+        lengths = _columns(self.lengths)[np.asarray(indices)]
+        beside = np.zeros(len(lengths)) if self.beside is None else self.beside[np.asarray(indices)]
+        costs = np.asarray(self.cost_of(lengths.sum(1)), np.float64) + beside
+        own: list[list[int]] = [[] for _ in weights]
+        sums = np.zeros(len(weights))
+        for place in np.lexsort((np.arange(len(costs)), -costs)).tolist():
+            rank = int(np.argmin((sums + costs[place]) / weights))
+            own[rank].append(place)
+            sums[rank] += costs[place]
+        orders = [np.array(sorted(places, key=lambda one: (-lengths[one].sum(), one)), np.int64) for places in own]
+        runs = [_Runs(lengths[order], self.cost_of, self.most_tokens, beside[order]) for order in orders]
+        number = max(1, *(len(each.split_at_cost(self.most)) for each in runs))
+        cuts = [each.even(self.most, number) if len(order) else [] for each, order in zip(runs, orders, strict=True)]
+        return [
+            [tuple(sorted(order[run.start : run.stop].tolist())) for run in cut] + [()] * (number - len(cut))
+            for cut, order in zip(cuts, orders, strict=True)
         ]
 
     def _time(self, costs: list[float], num_ranks: int) -> float:

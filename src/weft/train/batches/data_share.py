@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weft.config import partitioning as shares
+from weft.config.fields.plan_text import MEASURED_SHARES
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,14 @@ class Share:
     def rows(self) -> int:
         """Samples of one microbatch on this rank, if all ranks have equal parts."""
         return max(1, shares.samples_per_microbatch(self.global_batch, self.size, self.microbatches))
+
+    @property
+    def most_rows(self) -> int:
+        """Samples of the largest microbatch of any rank, at the first step."""
+        weights = self.timeline.at(0)
+        if weights and weights != MEASURED_SHARES:
+            return max(1, -(-max(shares.largest_remainder(self.global_batch, weights)) // self.microbatches))
+        return self.rows
 
     def own(self, step: int) -> list[range]:
         """Return the samples of each microbatch of this rank in a step, as indices in the global batch."""

@@ -52,7 +52,7 @@ class TorchReports:
         lines += self._replicas.lines() if self._replicas else []
         if recompute and recompute.setting != "none":
             lines.append(f"memory  recompute {recompute.describe()}")
-        return [*lines, *(f"offload {line}" for line in offload_lines(plan, self._mesh.device))]
+        return [*lines, *(f"offload {line}" for line in offload_lines(self._mesh.stage_plan, self._mesh.device))]
 
     def checkpoint_bytes(self) -> int:
         config = self._job.config

@@ -148,7 +148,7 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
     missing = live.expected_optimizer + asked
     if shape is not None and tokens:
         # The failed allocation was not the last one of the microbatch.
-        whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
+        whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.stage_plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
     facts = Facts(world_size=mesh.world_size, model=shape)
     # This exception means that the accelerator is full. Host memory may be full of offloaded tensors.

@@ -210,7 +210,7 @@ class Task:
         """Return the training batches of one rank."""
         from weft.train.tasks import indexed
 
-        costs = costs_of(self, share.rows, share.microbatches)
+        costs = costs_of(self, share.most_rows, share.microbatches)
         samples = self.samples("train") or ()
         return indexed.IndexedBatches(
             samples, share, self.collate, seed=self.config.seed, costs=costs, places=self.step_borders()

@@ -51,7 +51,7 @@ class IndexedBatches:
         self._samples, self._share, self._collate, self._seed = samples, share, collate, seed
         self._costs = costs
         self.places: StepBorders = places or StepBorders.of(None, share.global_batch)
-        self._divided: dict[int, Sequence[Sequence[int]]] = {}
+        self._divided: dict[tuple[int, tuple[int, ...]], Sequence[Sequence[int]]] = {}
 
     @property
     def samples_per_epoch(self) -> int:
@@ -99,12 +99,14 @@ class IndexedBatches:
         share = self._share
         if self._costs is None:
             return share.own(step)
-        found = self._divided.get(step)
+        weights = share.timeline.at(step)
+        found = self._divided.get((step, weights))
         if found is None:
             indices = [self.locate(place)[1] for place in range(self.places.first(step), self.places.first(step + 1))]
-            found = self._costs.divide(indices, share.size)[share.rank]
+            found = self._costs.divide(indices, share.size, weights)[share.rank]
             # Keep recent results, because the read-ahead asks for each step twice.
-            self._divided = {**{one: own for one, own in self._divided.items() if one == step - 1}, step: found}
+            self._divided = {key: own for key, own in self._divided.items() if key[0] == step - 1}
+            self._divided[step, weights] = found
         return found
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
