@@ -72,7 +72,8 @@ def verify(
     from weft.verify.rank_pool import start_imports
 
     start_imports(model)
-    from weft.verify.subject import Settings, find_subject
+    from weft.verify.case_data import Settings
+    from weft.verify.subject import find_subject
 
     if note := size_hides(model):
         print_line(note)
