@@ -15,7 +15,7 @@ SPLITS = ("random", "time", "last")
 
 @dataclass(eq=False)
 class RecommendOptions:
-    """What a recommender is: its records, its model and how it is evaluated.
+    """Records, model and evaluation of a recommender.
 
     Attributes:
         columns: the columns that the model reads, such as ["user=id", "item=id", "rating=label>=4"].

@@ -68,7 +68,7 @@ class RecordBatches:
         return self.tables.found["rows"][name]
 
     def samples(self, split: str, global_batch: int) -> Sequence[Any] | None:
-        """Return the rows of a split by number, or None if it has none. An evaluation has full global batches."""
+        """Return the rows of a split by number, or None for an empty split. An evaluation has full global batches."""
         if split == "train":
             return RowNumbers(split, len(self.tables.train))
         table = self.tables.eval

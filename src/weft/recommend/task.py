@@ -13,9 +13,8 @@ from weft.config.plan import Plan
 from weft.config.rules.rule import Facts
 from weft.config.shapes.traced_model import Limit
 from weft.data.table_data import SplitTables
-from weft.recommend.loss_functions import loss_function
 from weft.recommend.metrics import evaluation_metrics, evaluation_scorer
-from weft.recommend.networks import NetworkBuilder
+from weft.recommend.networks import NetworkBuilder, loss_function
 from weft.recommend.options import RecommendOptions
 from weft.recommend.prepared import read_tables
 from weft.recommend.record_batches import RecordBatches, RowNumber

@@ -63,7 +63,7 @@ class ReferenceModel:
         return call_in_documents(model, batch).logits
 
     def frozen_work(self, trained: PlannedModel) -> FrozenWork | None:
-        """Return the forwards of a step without gradients for the planner: of the reference, and of stored values.
+        """Return the forwards without gradients that a step adds, for the planner.
 
         trained: description of the trained model.
         """
