@@ -1,4 +1,4 @@
-"""The batches that `weft verify` trains on: of a task, of the user's data, or random ones that fit the model."""
+"""The batches that `weft verify` trains on: a task's, the user's, or random ones that fit the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Settings:
 
 
 class CaseData(SampleCase):
-    """The batches of a case: those of a task, of the user's loader or function, or random ones.
+    """The batches of a case, from a task, the user's loader or function, or random numbers.
 
     Args:
         settings: sizes, dtype and seed.
