@@ -89,7 +89,7 @@ def train_with_trl(work: Path, out: Path, steps: int, new: int) -> list[tuple[fl
 def train_with_weft(work: Path, out: Path, steps: int, new: int) -> list[tuple[float, float]]:
     """Train, and return the clock and the processor time at the end of each step."""
     from weft.config.files import load_config
-    from weft.rl.task import GrpoTask
+    from weft.rl.grpo import GrpoTask
     from weft.train.preparation import prepare_run
     from weft.train.rank_run import run_rank
 

@@ -36,8 +36,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.small_configs import small_config
 from weft.config.plan import Plan
 from weft.models.inspect.hugging_face import load_model_config, model_of_config
+from weft.verify.case_data import Settings
 from weft.verify.rank_pool import RankPool
-from weft.verify.subject import Settings, Subject, find_subject
+from weft.verify.subject import Subject, find_subject
 from weft.verify.verifier import Verifier
 
 PLANS = {

@@ -20,7 +20,7 @@ from weft.config.run_config import RunConfig
 from weft.data.order.loader import Loader
 from weft.data.store.prepare import prepare_data
 from weft.data.store.prepared import PreparedData
-from weft.data.store.streamed import StreamedSequences
+from weft.data.store.streamed import StreamedFiles, StreamedSequences
 from weft.errors import ConfigError, DataError
 from weft.train.tasks.registry import find_task
 
@@ -124,8 +124,8 @@ def test_resuming_reads_the_same_samples_with_and_without_the_cache(tmp_path, mo
     data = prepare_data(config)
     opened: list[int] = []
     monkeypatch.setattr(
-        StreamedSequences, "_ready",
-        lambda self, number, report=None, ready=StreamedSequences._ready: (
+        StreamedFiles, "_ready",
+        lambda self, number, report=None, ready=StreamedFiles._ready: (
             opened.append(number) if report is None else None, ready(self, number, report)
         )[1],
     )  # fmt: skip

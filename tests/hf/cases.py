@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.hf.gathering import DataGather
+from weft.hf.accelerator import DataGather
 
 VOCAB = 48
 

@@ -10,8 +10,9 @@ from weft.config.plan import Plan
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import PlanError
 from weft.jax_engine.rules import check
+from weft.verify.case_data import Settings
 from weft.verify.jax_verifier import verify_plans
-from weft.verify.subject import Settings, Subject
+from weft.verify.subject import Subject
 
 _SIZES = {"vocab_size": 48, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 24,
           "max_seq_len": 16}  # fmt: skip

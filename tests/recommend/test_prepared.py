@@ -15,7 +15,8 @@ from weft.config.files import load_config
 from weft.data.store.row_table import RowTable
 from weft.errors import ConfigError, DataError
 from weft.recommend.prepared import read_vocabulary
-from weft.recommend.task import RecommendTask, RowNumber
+from weft.recommend.record_batches import RowNumber
+from weft.recommend.task import RecommendTask
 from weft.train.folder import RunFolder
 from weft.train.tasks.registry import find_task
 
@@ -215,7 +216,7 @@ def test_options_that_do_not_fit_are_refused(name, more, error, data, tmp_path):
 
 
 def test_every_model_has_a_case():
-    from weft.recommend.task import MODELS as ALL
+    from weft.recommend.options import MODELS as ALL
 
     assert {one.removeprefix("model=") for options in MODELS.values() for one in options if "model=" in one} == set(ALL)
 

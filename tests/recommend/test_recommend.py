@@ -23,7 +23,8 @@ from weft.monitor.events import read_events
 from weft.train.folder import RunFolder
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
-from weft.verify.subject import Settings, find_subject
+from weft.verify.case_data import Settings
+from weft.verify.subject import find_subject
 from weft.verify.verifier import Verifier
 
 #: Styles of each model's tables: all sharded by rows, or one sharded and the others replicated.

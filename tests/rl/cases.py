@@ -21,12 +21,13 @@ from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
-from weft.rl import objective, scored, task
-from weft.rl.prompts import PromptRecord
+from weft.rl import grpo, objective, scored
+from weft.rl.collector import RolloutCollector
+from weft.rl.grpo import GrpoTask
+from weft.rl.prompt_data import PromptRecord, tokenizer_only
 from weft.rl.rewards import Rewards
 from weft.rl.rollout import Sampled
 from weft.rl.scored import Rollout
-from weft.rl.task import GrpoTask
 from weft.train.batches.data_share import Share
 from weft.train.batches.microbatches import Microbatches
 from weft.train.folder import RunFolder
@@ -79,25 +80,24 @@ def recorded(step: int) -> tuple[list[PromptRecord], list[Sampled], list[list[fl
     return prompts, samples, rewards
 
 
-class Recorded(GrpoTask):
-    """The task with recorded completions and rewards."""
+def recorded_rollout(collector: RolloutCollector, step: int) -> Rollout:
+    """Return the recorded completions with their rewards, as the collector's `_new_rollout`."""
+    prompts, samples, rewards = recorded(step)
+    functions = mock.Mock(call=lambda values: [Rewards(one) for one in rewards])
+    grpo = collector._config.grpo
+    return scored.score(collector._forwards, functions, collector._tokenizer, grpo, prompts, samples)
 
-    def _new_rollout(self, step: int) -> Rollout:
-        prompts, samples, rewards = recorded(step)
-        functions = mock.Mock(call=lambda values: [Rewards(one) for one in rewards])
-        return scored.score(self._forwards, functions, self.data.tokenizer, self.settings, prompts, samples)
 
-
-def task_of(name: str, folder: Path, spec) -> Recorded:
-    found = Recorded()
+def task_of(name: str, folder: Path, spec) -> GrpoTask:
+    found = GrpoTask()
     found.config = config_of(name)
     found.config = found.config.model_copy(
         update={"grpo": found.config.grpo.model_copy(update={"reward_errors": "count"})}
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.json").write_text(json.dumps(asdict(spec)))
-    found.text.prepared, found.text.folder = found._prepared_tokenizer(None), RunFolder(folder)
-    found._tables = mock.Mock(train=[None] * 4)
+    found.text.prepared, found.text.folder = tokenizer_only(found.config, None), RunFolder(folder)
+    found.prompts._tables = mock.Mock(train=[None] * 4)
     return found
 
 
@@ -108,12 +108,12 @@ def results_under(plan_text: str, names: tuple[str, ...], folder: Path, spec=SPE
     mesh = build_mesh(plan)
     for name in names:
         one = task_of(name, folder / f"{name}-{plan_text.replace(' ', '_')}", spec)
-        with planted(fault):
+        with planted(fault), mock.patch.object(RolloutCollector, "_new_rollout", recorded_rollout):
             batches = one.batches(Share(PROMPTS * EACH, plan.microbatches_per_step, mesh.reader.rank, mesh.reader.size))
             model = with_adapter(decoder(spec), one.config)
             parallelize(model, mesh, seed=0)
             second = None
-            if one._reference == "second":
+            if one.reference.which == "second":
                 second = decoder(spec, seed=1).requires_grad_(False)
                 parallelize(second, mesh, seed=0)
             optimizer = build_optimizer(model.named_parameters(), one.config.optimizer, 0)
@@ -169,7 +169,7 @@ def planted(fault: str) -> Iterator[None]:
         "length bias": lambda: mock.patch.object(scored, "token_weights", longest),
         "mask shifted": lambda: mock.patch.object(Rollout, "rows", shifted),
         "stale log probabilities": lambda: mock.patch.object(Rollout, "stored", return_value={}),
-        "KL sign": lambda: mock.patch.object(task, "policy_losses", negative),
+        "KL sign": lambda: mock.patch.object(grpo, "policy_losses", negative),
     }  # fmt: skip
     if not fault:
         yield

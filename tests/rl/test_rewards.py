@@ -17,7 +17,7 @@ from weft.data.text.tokenizer import save_bytes_tokenizer
 from weft.errors import StepRefused
 from weft.generation.requests import Completion
 from weft.rl.objective import group_advantages
-from weft.rl.prompts import PromptRecord
+from weft.rl.prompt_data import PromptRecord
 from weft.rl.rewards import RewardFunctions
 from weft.rl.rollout import Dialogues
 from weft.rl.scored import score

@@ -24,7 +24,8 @@ from weft.train.planned import resolve_plan
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.tasks.registry import find_task
-from weft.verify.subject import Settings, find_subject
+from weft.verify.case_data import Settings
+from weft.verify.subject import find_subject
 from weft.verify.verifier import Verifier
 
 IMAGES = ["task=tests.train.image_task:ImageTask", "train.steps=9", "train.global_batch=8", "eval.every=3",

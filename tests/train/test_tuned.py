@@ -31,7 +31,8 @@ from weft.train.rank_run import run_rank
 from weft.train.tasks import classification
 from weft.train.tasks.decoder_loss import perplexity
 from weft.train.tasks.registry import find_task
-from weft.verify.subject import Settings, find_subject
+from weft.verify.case_data import Settings
+from weft.verify.subject import find_subject
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,9 +16,10 @@ from weft.config.plan import Plan
 from weft.config.shapes.model_spec import decoder_spec, size_hides
 from weft.errors import WeftError
 from weft.verify import verifier as verify
+from weft.verify.case_data import Settings
 from weft.verify.matrix import legal
 from weft.verify.parity import train_plain
-from weft.verify.subject import Settings, find_subject, reduced
+from weft.verify.subject import find_subject, reduced
 from weft.verify.verifier import Float64Throughout, Verdict, Verifier
 
 HERE = "tests.verify.subjects"

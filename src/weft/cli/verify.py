@@ -72,12 +72,12 @@ def verify(
     from weft.verify.rank_pool import start_imports
 
     start_imports(model)
-    from weft.verify.subject import Settings, find_subject
+    from weft.verify.case_data import Settings
+    from weft.verify.subject import find_subject
 
     if note := size_hides(model):
         print_line(note)
-    batch = global_batch or (4 * all_ranks if all_ranks else 8)
-    settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
+    settings = Settings(steps, dtype, seq_len, global_batch or 4 * (all_ranks or 2), seed, layers, width, vocab)
     subject = find_subject(model, settings)
     longest = subject.shape.max_seq_len if subject.shape is not None else seq_len
     if seq_len > longest:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm.collectives import gather_json
 from weft.comm.mesh import leave_unusable_group
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, ConfigError, MissingExtra, ModelError, WeftWarning
@@ -25,10 +24,9 @@ try:
 except ImportError as error:
     raise MissingExtra(error.name or "transformers", "trainer", "weft.hf") from error
 
+from weft.hf.accelerator import PlannedAccelerator
 from weft.hf.arguments import check_arguments, check_model, check_shards, plan_of
 from weft.hf.fused_head import replace_fused_head
-from weft.hf.gathering import DataGather
-from weft.hf.loading import rank_loader
 from weft.hf.reference import precompute_reference
 from weft.hf.stepping import StepOptimizer, TrainerBatches, TrainerStep, predict_in_pipeline
 
@@ -80,7 +78,8 @@ class PlannedTrainer(transformers.Trainer):
             self._weft_plan = plan
         self._weft_batches = TrainerBatches()
         self._weft_decayed: list[str] | None = None
-        self._weft_loads_training = False
+        #: True while the loader of training data is made.
+        self.weft_loads_training = False
         super().__init__(*args, **kwargs)
         if self.train_dataset is not None or self.eval_dataset is not None:
             check_model(self, self.weft_run.plan)
@@ -131,36 +130,10 @@ class PlannedTrainer(transformers.Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             name = "fsdp" if self.is_fsdp_enabled else "deepspeed"
             raise ConfigError(f"{name}: with plan= the plan shards the model. Start the ranks with torchrun or weft.")
-        gather = DataGather(self.accelerator, self.weft_run.mesh)
-        accelerator: Any = self.accelerator
-        accelerator.gather, accelerator.gather_for_metrics = gather.gather, gather.gather_for_metrics
-        accelerator.reduce, accelerator.prepare_data_loader = gather.reduce, self._prepare_loader
-        accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
-        accelerator.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
-        accelerator.backward = self._refuse_backward
-        self.gather_function = functools.partial(
-            accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
-        )
+        PlannedAccelerator(self, self.weft_run.mesh).install()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # the plan has the precision
-
-    def _prepare_model(self, prepare: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if model is self.model:
-            return model
-        if not kwargs.get("evaluation_mode"):
-            raise ModelError(
-                f"model of type {type(model).__name__}: the trainer trains a second model, and a plan is for one. "
-                "Train it in a loop of your own with weft.init."
-            )
-        return prepare(model, *args, **kwargs)
-
-    def _refuse_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        del loss, kwargs
-        raise ModelError(
-            f"{type(self).__name__}.training_step: it runs backward itself, and Weft runs the passes of a step in the "
-            "plan's order. Override compute_loss instead."
-        )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to the device, unless the plan shards it and moves each rank's part later."""
@@ -205,11 +178,11 @@ class PlannedTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Return a loader of this rank's part of the training data."""
-        self._weft_loads_training = True
+        self.weft_loads_training = True
         try:
             return super().get_train_dataloader()
         finally:
-            self._weft_loads_training = False
+            self.weft_loads_training = False
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         args, size = self.args, self.args.per_device_train_batch_size
@@ -218,15 +191,6 @@ class PlannedTrainer(transformers.Trainer):
             return super()._get_train_sampler(train_dataset)
         finally:
             args.per_device_train_batch_size = size
-
-    def _prepare_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
-        del device_placement, slice_fn_for_dispatch
-        mesh, seed = self.weft_run.mesh, self.args.data_seed
-        if seed is None and self._weft_loads_training:  # scripts may seed ranks differently
-            seed = gather_json(torch.initial_seed(), mesh.world, mesh.device)[0]
-        found = rank_loader(loader, mesh.data, self.args.device, seed, trains=self._weft_loads_training)
-        self.accelerator._dataloaders.append(found)
-        return found
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples of a step, over all data ranks."""

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from weft.data.table_data import TableRecord
@@ -342,3 +343,59 @@ def _finite(record: TableRecord, column: RecordColumn, value: Any) -> float:
 
 def _shown(value: Any) -> str:
     return json.dumps(value, default=str)[:80]
+
+
+@dataclass(frozen=True)
+class ColumnSchema:
+    """The columns that a model reads, by kind.
+
+    Attributes:
+        columns: all columns in order.
+        user: names of the columns of the user, () for models without towers or sequences.
+        item: names of the columns of the item; the first one is its id.
+    """
+
+    columns: tuple[RecordColumn, ...]
+    user: tuple[str, ...] = ()
+    item: tuple[str, ...] = ()
+
+    def of_kind(self, kind: str) -> tuple[RecordColumn, ...]:
+        """Return the columns of a kind in order."""
+        return tuple(one for one in self.columns if one.kind == kind)
+
+    @cached_property
+    def ids(self) -> tuple[RecordColumn, ...]:
+        """Columns of kind id."""
+        return self.of_kind("id")
+
+    @cached_property
+    def bags(self) -> tuple[RecordColumn, ...]:
+        """Columns of kind ids."""
+        return self.of_kind("ids")
+
+    @cached_property
+    def numbers(self) -> tuple[RecordColumn, ...]:
+        """Columns of kind number."""
+        return self.of_kind("number")
+
+    @property
+    def label(self) -> RecordColumn | None:
+        """The label's column, or None."""
+        return next(iter(self.of_kind("label")), None)
+
+    @property
+    def time(self) -> RecordColumn | None:
+        """The time's column, or None."""
+        return next(iter(self.of_kind("time")), None)
+
+    def named(self, name: str) -> RecordColumn:
+        """Return a column by its name.
+
+        Raises:
+            ConfigError: if no column has the name.
+        """
+        for one in self.columns:
+            if one.name == name:
+                return one
+        rule = f"there is no column {name!r} in task.options.{OPTION}. Add it, or name another one"
+        raise ConfigError([Problem("task.options", f"task.options: {rule}.")])

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.mesh import Axis
 from weft.comm.peer import all_to_all
 from weft.config.partitioning import share_out
+from weft.recommend.options import RecommendOptions
+from weft.recommend.record_batches import RecordBatches
 from weft.train.losses import GatheredFeatures
+from weft.train.tasks.base import EvaluationScorer, Metric
 
 #: Keys that all ranks together contribute to the choice of ranges, if there are fewer ranks than half of it.
 _SAMPLED_KEYS = 2**12
@@ -190,3 +193,48 @@ class RankedItems:
     def finish(self) -> Mapping[str, float | None]:
         """Return the metrics."""
         return self._ranks.finish()
+
+
+# The metrics of each model.
+
+
+def evaluation_metrics(options: RecommendOptions) -> tuple[Metric, ...]:
+    """Return the metrics of a task's model."""
+    if options.is_pointwise:
+        return (
+            Metric("auc", "", "area under the ROC curve over all samples of the evaluation"),
+            Metric("log_loss", "", "mean negative log-likelihood of the labels, in nats"),
+        )
+    found: list[Metric] = []
+    for k in map(round, options.k):
+        found += [
+            Metric(f"recall_at_{k}", "", f"share of samples whose item is among the {k} best of all items"),
+            Metric(f"ndcg_at_{k}", "", f"mean of 1 / log2(1 + rank) of the item, 0 beyond rank {k}"),
+        ]
+    return tuple(found)
+
+
+def evaluation_scorer(
+    options: RecommendOptions, batches: RecordBatches, model: nn.Module, axis: Axis
+) -> EvaluationScorer:
+    """Return the scorer of an evaluation. All ranks call it.
+
+    Args:
+        options: the task's options.
+        batches: has the columns of items.
+        model: the sharded model, in evaluation mode.
+        axis: ranks that read different samples.
+    """
+    if options.is_pointwise:
+        return AreaUnderCurve(axis)
+    device = next(model.parameters()).device
+
+    def vectors(ids: Tensor) -> Tensor:
+        inputs = {name: one.to(device) for name, one in batches.item_inputs(ids).items()}
+        return model(of_items=True, **inputs)[1]
+
+    number = batches.num_rows(options.schema.item[0]) - 1
+    ranks = ItemRanks(vectors, number, [round(one) for one in options.k], axis)
+    if options.model == "sasrec":
+        return RankedItems(ranks, lambda output, batch: (output[1], batch["target"]))
+    return RankedItems(ranks, lambda output, batch: (output[0], batch["item"]))

@@ -11,7 +11,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from weft.data.store.prepare import cache_folder
 from weft.data.store.prepared import key_of
 from weft.data.store.row_table import RowTable, RowWriter, ready_table
 from weft.data.table_data import Rows, SplitTables, TableReader, TableRecord
-from weft.errors import ConfigError, DataError, Problem
+from weft.errors import DataError
 from weft.recommend.columns import (
     OPTION,
+    ColumnSchema,
     RecordColumn,
     id_reader,
     id_texts,
@@ -33,68 +33,12 @@ from weft.recommend.columns import (
     number_of,
     time_of,
 )
+from weft.recommend.options import RecommendOptions
 from weft.train.tasks.base import Report
 from weft.units import counted
 
 #: Part of the key of cached tables. A new number invalidates them.
 _VERSION = 2
-SPLITS = ("random", "time", "last")
-
-
-@dataclass(frozen=True)
-class ColumnSchema:
-    """The columns that a model reads, by kind.
-
-    Attributes:
-        columns: all columns in order.
-        user: names of the columns of the user, () for models without towers or sequences.
-        item: names of the columns of the item; the first one is its id.
-    """
-
-    columns: tuple[RecordColumn, ...]
-    user: tuple[str, ...] = ()
-    item: tuple[str, ...] = ()
-
-    def of_kind(self, kind: str) -> tuple[RecordColumn, ...]:
-        """Return the columns of a kind in order."""
-        return tuple(one for one in self.columns if one.kind == kind)
-
-    @cached_property
-    def ids(self) -> tuple[RecordColumn, ...]:
-        """Columns of kind id."""
-        return self.of_kind("id")
-
-    @cached_property
-    def bags(self) -> tuple[RecordColumn, ...]:
-        """Columns of kind ids."""
-        return self.of_kind("ids")
-
-    @cached_property
-    def numbers(self) -> tuple[RecordColumn, ...]:
-        """Columns of kind number."""
-        return self.of_kind("number")
-
-    @property
-    def label(self) -> RecordColumn | None:
-        """The label's column, or None."""
-        return next(iter(self.of_kind("label")), None)
-
-    @property
-    def time(self) -> RecordColumn | None:
-        """The time's column, or None."""
-        return next(iter(self.of_kind("time")), None)
-
-    def named(self, name: str) -> RecordColumn:
-        """Return a column by its name.
-
-        Raises:
-            ConfigError: if no column has the name.
-        """
-        for one in self.columns:
-            if one.name == name:
-                return one
-        rule = f"there is no column {name!r} in task.options.{OPTION}. Add it, or name another one"
-        raise ConfigError([Problem("task.options", f"task.options: {rule}.")])
 
 
 class RecommendReader:
@@ -103,7 +47,7 @@ class RecommendReader:
     Args:
         data: the config's [data] section.
         schema: the columns.
-        split: one of SPLITS: hold out records by a hash of their content, the latest records, or the last item of each
+        split: hold out records by a hash of their content, the latest records, or the last item of each
             user.
         positives: keep only records with label 1, for models that learn from pairs.
         report: called with (stage, done, total) while files are read.
@@ -245,6 +189,23 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
     """
     table = RowTable(folder)
     return {bytes(table[row]["text"]).decode(): row + 1 for row in range(len(table))}
+
+
+def read_tables(data: DataSection, options: RecommendOptions, report: Report | None) -> SplitTables:
+    """Return the encoded records of a config, or the sequences of sasrec. They are made if the cache lacks them.
+
+    Raises:
+        DataError: if the data is invalid.
+    """
+    if options.split == "last" and data.eval:
+        raise DataError("data.eval: split=last evaluates on the last item of each user of data.train. Leave it out.")
+    schema = options.schema
+    found = RecommendReader(data, schema, options.split, not options.is_pointwise, report).tables()
+    if options.model == "sasrec":
+        return item_sequences(data, found, schema, options.length)
+    if options.model == "two_tower":
+        return replace(found, found={**found.found, "catalog": str(item_catalog(data, found, schema).folder)})
+    return found
 
 
 # Tables derived from encoded rows.

@@ -18,7 +18,7 @@ from weft.generation.requests import Completion, Request, Sampling
 from weft.monitor.sinks.base import secret_of
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
-from weft.rl.prompts import PromptRecord, decoded
+from weft.rl.prompt_data import PromptRecord, decoded
 from weft.train.engine import derive_seed
 from weft.train.generating import complete
 from weft.train.script.script_export import export_pretrained
@@ -256,7 +256,7 @@ class Dialogues:
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any] | None, tokenizer: Tokenizer, limit_s: float, longest: int,
+        self, name: str, function: Callable[..., Any], tokenizer: Tokenizer, limit_s: float, longest: int,
         max_tokens: int,
     ):  # fmt: skip
         self._name, self._function, self._tokenizer, self._limit_s = name, function, tokenizer, limit_s
@@ -290,7 +290,6 @@ class Dialogues:
         def encode(text: str) -> list[int]:
             return self._tokenizer.encode_batch([text])[0].tolist()
 
-        assert self._function is not None
         every = [replace(prompt, encode=encode) for prompt in prompts for _ in range(number)]
         self._threads = [_Dialogue(self._function, prompt, self._changed) for prompt in every]
         for thread in self._threads:

@@ -18,7 +18,7 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.errors import StepRefused
 from weft.files import replace_text
 from weft.rl.objective import group_advantages, token_log_probs, token_weights
-from weft.rl.prompts import PromptRecord, decoded
+from weft.rl.prompt_data import PromptRecord, decoded
 from weft.rl.rewards import RewardFunctions
 from weft.rl.rollout import Sampled
 from weft.train.folder import RunFolder

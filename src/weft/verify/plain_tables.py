@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from weft.config.fields.layout import Layout
+from weft.config.sections import OptimizerSection
+from weft.config.table_section import TableSection
+from weft.optim.build import build_optimizer
 from weft.optim.table_optimizer import TableOptimizer
+from weft.parallel.state.gradients import is_attached
+from weft.parallel.tables.model import add_tables, table_weights
 
 
 def tables_of(model: nn.Module, layout: Layout) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -70,3 +75,21 @@ def _recorder(read: list[torch.Tensor]) -> Callable[[nn.Module, tuple[Any, ...]]
         read.append(args[0].detach())
 
     return record
+
+
+def optimizer_with_tables(
+    model: nn.Module, settings: OptimizerSection, table_settings: TableSection, layout: Layout | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a model whose embedding tables have their own: sharded, or those that a layout names."""
+    sharded, plain = table_weights(model) if is_attached(model) else [], dict[str, nn.Embedding | nn.EmbeddingBag]()
+    if layout is not None and layout.is_of_tables and not sharded:
+        plain = tables_of(model, layout)
+    tables = {id(weight) for weight in (*sharded, *(module.weight for module in plain.values()))}
+    optimizer = build_optimizer(
+        [(name, param) for name, param in model.named_parameters() if id(param) not in tables], settings
+    )
+    own = table_settings
+    rule = TableOptimizer(own.optimizer, own.lr, own.betas, own.eps, own.weight_decay)
+    if sharded:
+        add_tables(model, optimizer, rule)
+    return cast("torch.optim.Optimizer", PlainTables(optimizer, plain, rule)) if plain else optimizer

@@ -12,14 +12,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from weft.config import partitioning as shares
 from weft.config.fields.layout import Layout
 from weft.config.files import load_config
 from weft.config.plan import PLAN_FIELDS, Plan
@@ -30,19 +29,13 @@ from weft.config.shapes.decoder_shape import DecoderSpec, shape_problems
 from weft.config.shapes.hugging_face_config import decoder_shape
 from weft.config.shapes.model_spec import decoder_spec, model_names, resolve_decoder
 from weft.config.table_section import TableSection
-from weft.data.batches import map_tensors
 from weft.errors import ConfigError, ModelError
 from weft.hub import downloaded_folder, is_hub_text
 from weft.models.initialize import BATCH_NORMS
-from weft.models.inspect import dry_run, hugging_face
+from weft.models.inspect import hugging_face
 from weft.models.inspect.dry_run import call_function
 from weft.models.registry import build_decoder
-from weft.optim.build import build_optimizer
-from weft.optim.table_optimizer import TableOptimizer
-from weft.parallel.state.gradients import is_attached
-from weft.parallel.tables.model import add_tables, table_weights
-from weft.train.batches.data_share import Share
-from weft.train.batches.microbatches import Microbatches, call_model
+from weft.train.batches.microbatches import call_model
 from weft.train.folder import RunFolder
 from weft.train.states.hub_names import download_all, resolved_config
 from weft.train.tasks.base import Task
@@ -50,18 +43,13 @@ from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.train.tasks.registry import find_task
 from weft.train.weights.published_weights import fill_full
 from weft.train.weights.run_adapter import with_adapter
+from weft.verify.case_data import DTYPES, CaseData, Settings
 from weft.verify.foreign_config import (
-    choose_inputs,
     has_inputs,
-    inputs_of,
     read_config,
-    runs,
-    samples_with_images,
-    token_labels,
 )
 from weft.verify.matrix import covering, row_of, sample
-from weft.verify.parity import SampleCase, local_microbatches
-from weft.verify.plain_tables import PlainTables, tables_of
+from weft.verify.plain_tables import optimizer_with_tables
 
 #: Techniques that are first tried alone.
 _PROBED = frozenset(name for name, field in PLAN_FIELDS.items() if field.probed)
@@ -170,8 +158,6 @@ class Sweep:
 
 # The model that `weft verify` trains: the user's model from any source, as a case with data, loss and optimizer.
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
-
 #: AdamW's eps if no config sets the optimizer. Softmax does not depend on a key bias, so the bias's gradient is only
 #: rounding (1e-18 instead of 1e-2), which differs between plans. With the usual eps of 1e-8, AdamW turns it into
 #: weights that differ by 4e-10.
@@ -179,25 +165,6 @@ EPS = 1e-6
 
 #: Modules that draw random numbers in training, at a rate `p`.
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Size and dtype of the model, and amount of training.
-
-    Attributes:
-        dtype: "float64", "float32", "bfloat16" or "float16".
-        num_layers, dim, vocab_size: None uses the model's values.
-    """
-
-    num_steps: int = 3
-    dtype: str = "float64"
-    seq_len: int = 32
-    global_batch: int = 8
-    seed: int = 0
-    num_layers: int | None = None
-    dim: int | None = None
-    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -300,7 +267,7 @@ class _Called(Exception):
     """Raised by a replaced forward to return its arguments."""
 
 
-class BuiltCase(SampleCase):
+class BuiltCase(CaseData):
     """A `Case` for a built model. `model()` returns the same object each time, so a case is trained only once.
 
     data: samples of a loader, or batch_fn(step, size). task: the task that provides each rank's batches, as in a run.
@@ -317,19 +284,16 @@ class BuiltCase(SampleCase):
         loss_fn: Callable[[Any, Any], Any] | None = None,
         vocab_size: int | None = None,
     ):
-        self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
-        self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
-        self._built, self._forward, self._data, self._task = model, forward, data, task
-        self._loss_fn, self._vocab_size, self._optimizer = loss_fn, vocab_size, subject.optimizer
-        own = subject.config.tables if subject.config is not None else TableSection()
-        self._rule = TableOptimizer(own.optimizer, own.lr, own.betas, own.eps, own.weight_decay)
+        self.notes = _quieten(model)
+        super().__init__(subject.settings, subject.kind, model, data, task, vocab_size)
+        if self.text_alone:
+            self.notes.append(f"the model trains on text alone: {self.text_alone}")
+        self.num_steps, self.max_grad_norm = subject.settings.num_steps, 1.0
+        self.source, self.layout = subject.source, subject.layout
+        self._forward, self._loss_fn, self._optimizer = forward, loss_fn, subject.optimizer
+        self._tables = subject.config.tables if subject.config is not None else TableSection()
         has_norms = any(isinstance(module, BATCH_NORMS) for module in model.modules())
         self.norm_group = subject.settings.global_batch if has_norms else 0
-        self.notes = _quieten(model)
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        if data is None and vocab_size is None and has_inputs(model):
-            self._data = self._with_images(subject.settings)
-            self._shapes = choose_inputs(model, subject.settings.seq_len, text_alone=self._text_alone)
         if subject.settings.dtype == "float64":
             # transformers then loops over experts: its default grouped matmul does not support float64.
             choices = (getattr(module, "set_experts_implementation", None) for module in model.modules())
@@ -340,79 +304,10 @@ class BuiltCase(SampleCase):
         self.loss = self._loss if own is None else own
 
     def model(self) -> nn.Module:
-        return self._built
-
-    def _with_images(self, given: Settings) -> Any:
-        """Return samples with images for a model that replaces tokens by them, or None if it trains on text alone."""
-        self._text_alone = False
-        if not hugging_face.reads_images_as_tokens(self._built):
-            return None
-        count, why = given.num_steps * given.global_batch, "its forward fails on the images that Weft makes"
-        try:
-            data = samples_with_images(self._built, count, given.global_batch, given.seq_len, given.seed)
-            if runs(self._built, _floats(data(0, given.global_batch), DTYPES[given.dtype])):
-                return data
-        except ModelError as error:
-            why = str(error).partition(": ")[2].partition(". Return")[0]
-        self._text_alone = True
-        self.notes.append(f"the model trains on text alone: {why}")
-        return None
+        return self._model
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        sharded, plain = table_weights(model) if is_attached(model) else [], dict[str, nn.Embedding | nn.EmbeddingBag]()
-        if self.layout is not None and self.layout.is_of_tables and not sharded:
-            plain = tables_of(model, self.layout)
-        tables = {id(weight) for weight in (*sharded, *(module.weight for module in plain.values()))}
-        optimizer = build_optimizer(
-            [(name, param) for name, param in model.named_parameters() if id(param) not in tables], self._optimizer
-        )
-        if sharded:
-            add_tables(model, optimizer, self._rule)
-        return cast("torch.optim.Optimizer", PlainTables(optimizer, plain, self._rule)) if plain else optimizer
-
-    def batch(self, step: int) -> Any:
-        """Return a batch of the subject's data, or of random tokens or images.
-
-        The last random sample has no trained token, so that ranks count different numbers of tokens.
-        """
-        size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
-        if self._task is not None:
-            return self.microbatches(step, Plan(), 0)[0]
-        if self._data is not None:
-            return _floats(self._data(step, size), dtype)
-        generator = torch.Generator().manual_seed(self.settings.seed * 1000 + step)
-        if self._vocab_size is None:
-            return inputs_of(self._built, self._shapes, size, self.settings.seq_len, dtype, generator)
-        shape = (size, self.settings.seq_len)
-        ids = torch.randint(self._vocab_size, shape, generator=generator)
-        labels = token_labels(self._vocab_size, shape, generator)
-        batch = {"input_ids": ids, "labels": labels}
-        if self.kind == "decoder":
-            batch["positions"] = torch.arange(shape[1]).repeat(size, 1)
-        return batch
-
-    def samples(self, step: int) -> list[Any]:
-        assert isinstance(self._data, dry_run.LoadedSamples)
-        return self._data.samples(step, self.settings.global_batch)
-
-    def collate(self, samples: list[Any]) -> Any:
-        assert isinstance(self._data, dry_run.LoadedSamples)
-        return _floats(self._data.collate(samples), DTYPES[self.settings.dtype])
-
-    def microbatches(self, step: int, plan: Plan, dp_rank: int) -> Microbatches:
-        if isinstance(self._data, dry_run.LoadedSamples):
-            return super().microbatches(step, plan, dp_rank)
-        if self._task is not None:
-            timeline = shares.ShareTimeline(plan.shares)
-            share = Share(
-                self.settings.global_batch, plan.microbatches_per_step, dp_rank, plan.dp_size, timeline=timeline
-            )
-            batches = self._task.batches(share).batches(step)
-            cut = Microbatches(batches)
-            if cut.samples is None:
-                cut = Microbatches(batches, share.own(step), total=share.global_batch)
-            return cut.map(lambda batch: _floats(batch, DTYPES[self.settings.dtype]))
-        return local_microbatches(self.batch(step), plan, dp_rank)
+        return optimizer_with_tables(model, self._optimizer, self._tables, self.layout)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return self._forward(model, batch) if self._forward else call_model(model, batch)
@@ -556,10 +451,6 @@ def _quieten(model: nn.Module) -> list[str]:
             "microbatches cannot, and is refused"
         )
     return notes
-
-
-def _floats(batch: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
 
 
 def _first_tensor(output: Any) -> torch.Tensor:

@@ -32,6 +32,7 @@ from weft.parallel.parallelize import parallelize
 from weft.private_torch import tree_map
 from weft.train.batches.data_share import Batches, Share
 from weft.train.engine import EngineJob, Evaluation, Measures, StepResult, TraceKind
+from weft.train.folder import RunFolder
 from weft.train.states.model_state import model_tensors
 from weft.train.step.evaluation import RankForwards
 from weft.train.tasks.base import Task
@@ -153,6 +154,52 @@ class JaxReports:
         return Measures()
 
 
+class HostModel:
+    """The trained model on the host in torch, for evaluation and samples.
+
+    Args:
+        model: the model that was captured. Its weights are overwritten by the current ones.
+        state: the current weights.
+        task: forward, loss and samples.
+    """
+
+    def __init__(self, model: nn.Module, state: JaxState, task: Task):
+        self._model, self._state, self._task = model, state, task
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
+        """Return loss and metrics over an evaluation set."""
+        task, model = self._task, self._current().eval()
+        totals = dict.fromkeys(("loss", "count", *task.sum_names), 0.0)
+        scorer = task.scorer(model, build_mesh(Plan()).data)
+        for batch in batches:
+            output = task.forward(model, batch)
+            if scorer is not None:
+                scorer.add(output, batch, counts=True)
+            loss, count = task.loss(output, batch)
+            found = {"loss": loss, "count": count, **(task.sums(output, batch) if task.sum_names else {})}
+            totals = {name: total + float(found[name]) for name, total in totals.items()}
+        model.train()
+        count = totals["count"]
+        metrics = {**task.measure(totals), **(scorer.finish() if scorer is not None else {})}
+        return Evaluation(totals["loss"] / max(count, 1.0), round(count), metrics)
+
+    def sample(self, folder: RunFolder, step: int) -> str:
+        """Return the task's sample output."""
+        mesh = build_mesh(Plan())
+        with torch.no_grad():
+            own = copy.deepcopy(self._current())
+        model = parallelize(own, mesh)
+        return self._task.sample(folder, step, RankForwards(model, mesh, self._task))
+
+    def _current(self) -> nn.Module:
+        for name, param in self._model.named_parameters():
+            param.copy_(capturing.to_tensor(self._state.params[name]))
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(capturing.to_tensor(self._state.tensors[name]))
+        return self._model
+
+
 class JaxEngine:
     """A model that JAX trains; implements `Engine`. The process is the only rank of its group.
 
@@ -197,6 +244,7 @@ class JaxEngine:
         optimizer = build_optimizer(model.named_parameters(), config.full_optimizer, config.seed)
         self.state = JaxState(model, optimizer)
         self.reports = JaxReports(self._job, self.state)
+        self._on_host = HostModel(model, self.state, task)
 
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
         """Take one optimizer step on all microbatches of the global batch.
@@ -267,42 +315,14 @@ class JaxEngine:
         """True if the task has an evaluation set."""
         return self._eval_batches is not None
 
-    @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """Compute loss and metrics over the task's evaluation set, on the host in torch."""
         assert self._eval_batches is not None
-        task, model, totals = self._job.task, self._weights_on_host().eval(), dict.fromkeys(self._sum_names, 0.0)
-        scorer = task.scorer(model, build_mesh(Plan()).data)
-        for batch in self._eval_batches:
-            output = task.forward(model, batch)
-            if scorer is not None:
-                scorer.add(output, batch, counts=True)
-            loss, count = task.loss(output, batch)
-            found = {"loss": loss, "count": count, **(task.sums(output, batch) if task.sum_names else {})}
-            totals = {name: total + float(found[name]) for name, total in totals.items()}
-        model.train()
-        count = totals["count"]
-        metrics = {**task.measure(totals), **(scorer.finish() if scorer is not None else {})}
-        return Evaluation(totals["loss"] / max(count, 1.0), round(count), metrics)
+        return self._on_host.evaluate(self._eval_batches)
 
     def sample(self, step: int) -> str:
         """Return the task's sample output of the current weights, computed on the host in torch."""
-        mesh, task = build_mesh(Plan()), self._job.task
-        with torch.no_grad():
-            own = copy.deepcopy(self._weights_on_host())
-        model = parallelize(own, mesh)
-        return task.sample(self._job.folder, step, RankForwards(model, mesh, task))
-
-    @property
-    def _sum_names(self) -> tuple[str, ...]:
-        return ("loss", "count", *self._job.task.sum_names)
-
-    def _weights_on_host(self) -> nn.Module:
-        for name, param in self._model.named_parameters():
-            param.copy_(capturing.to_tensor(self.state.params[name]))
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(capturing.to_tensor(self.state.tensors[name]))
-        return self._model
+        return self._on_host.sample(self._job.folder, step)
 
     def background_ranks(self) -> RankGroup:
         """Return the group of this process."""

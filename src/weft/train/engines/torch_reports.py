@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from weft.comm.store import StoreReports
 from weft.config.cluster import device_by_torch_name
@@ -42,13 +43,8 @@ class TorchReports:
 
     def opening(self) -> Sequence[str]:
         model, plan = self._step.model, self._mesh.plan
-        recompute, adapter = recompute_of(model), adapted(model)
-        lines = [f"format  {Precision.of(plan)}", *self._kernels]
-        if adapter is not None:
-            params = [one for one in originals(model).values() if one.is_parameter]
-            trained, every = sum(one.numel for one in params if one.is_trained), sum(one.numel for one in params)
-            counts = f"{format_count(trained)} of {format_count(every)} parameters trained"
-            lines.append(f"adapter {adapter.kind}, on {len(adapter.layers)} layers: {counts}")
+        recompute = recompute_of(model)
+        lines = [f"format  {Precision.of(plan)}", *self._kernels, *_adapter_lines(model)]
         lines += self._replicas.lines() if self._replicas else []
         if recompute and recompute.setting != "none":
             lines.append(f"memory  recompute {recompute.describe()}")
@@ -85,3 +81,14 @@ class TorchReports:
             memory=memory,
             gpu=access.uuid_of(device),
         )
+
+
+def _adapter_lines(model: nn.Module) -> list[str]:
+    """Return a line on the adapter of a parallelized model, and its share of trained parameters."""
+    adapter = adapted(model)
+    if adapter is None:
+        return []
+    params = [one for one in originals(model).values() if one.is_parameter]
+    trained, every = sum(one.numel for one in params if one.is_trained), sum(one.numel for one in params)
+    counts = f"{format_count(trained)} of {format_count(every)} parameters trained"
+    return [f"adapter {adapter.kind}, on {len(adapter.layers)} layers: {counts}"]

@@ -92,6 +92,11 @@ class DecoderTask(ModelTask):
         """The tokenised data, after `prepare` or `open`."""
         return self.text.data
 
+    @cached_property
+    def _text_bytes(self) -> TextBytes:
+        assert self.text.folder is not None
+        return TextBytes(self.text.folder)
+
     # --- preparing ---
 
     def facts(self, world_size: int) -> Facts:
@@ -167,7 +172,7 @@ class DecoderTask(ModelTask):
     loss.takes_head_loss = True
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
-        return {"bytes": self.text.bytes_of(batch["labels"], batch.get("weights"))}
+        return {"bytes": self._text_bytes.of(batch["labels"], batch.get("weights"))}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         num_bytes = sums.get("bytes", 0.0)
@@ -304,7 +309,6 @@ class TokenData:
         self.prepared: PreparedData | None = None
         #: The run's folder, after it is opened.
         self.folder: RunFolder | None = None
-        self._tables: dict[Any, torch.Tensor] = {}
 
     @property
     def data(self) -> PreparedData:
@@ -394,23 +398,6 @@ class TokenData:
             dp_size=share.size,
         )
 
-    def bytes_of(self, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Return the number of text bytes of the labels, weighted like the loss.
-
-        labels: token ids, or -100. weights: weight of each label, or None.
-        """
-        import torch
-
-        from weft.train.tasks.decoder_loss import IGNORE
-
-        if labels.device not in self._tables:
-            assert self.folder is not None
-            table = torch.from_numpy(Tokenizer.load(tokenizer_of(self.folder)).token_bytes)
-            self._tables[labels.device] = table.to(labels.device)
-        # Do not index with a mask: the host would wait for the number of selected elements.
-        found = self._tables[labels.device][labels.clamp(min=0)].where(labels != IGNORE, 0)
-        return found.sum() if weights is None else (found * weights).sum(dtype=weights.dtype)
-
     def sample_lines(self, place: int) -> Sequence[str]:
         """Return the number of trained tokens of the sequence at a position in training order, and its text."""
         from weft.data.order.loader import marked, view_sample
@@ -428,3 +415,30 @@ class TokenData:
             return first_prompt(data, data.tokenizer).words.strip()
         except (DataError, OSError):
             return ""
+
+
+class TextBytes:
+    """Bytes of the text of token ids.
+
+    folder: the run's folder, which has the tokenizer.
+    """
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._tables: dict[Any, torch.Tensor] = {}  # bytes of each token, by device
+
+    def of(self, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """Return the number of text bytes of the labels, weighted like the loss.
+
+        labels: token ids, or -100. weights: weight of each label, or None.
+        """
+        import torch
+
+        from weft.train.tasks.decoder_loss import IGNORE
+
+        if labels.device not in self._tables:
+            table = torch.from_numpy(Tokenizer.load(tokenizer_of(self._folder)).token_bytes)
+            self._tables[labels.device] = table.to(labels.device)
+        # Do not index with a mask: the host would wait for the number of selected elements.
+        found = self._tables[labels.device][labels.clamp(min=0)].where(labels != IGNORE, 0)
+        return found.sum() if weights is None else (found * weights).sum(dtype=weights.dtype)

@@ -17,9 +17,9 @@ from weft.config.run_config import RunConfig
 from weft.config.shapes.traced_model import Limit
 from weft.data.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.data.text.tokenizer_limits import bounded
-from weft.errors import DataError
 from weft.train.batches.batching_by_cost import cost_limits, costs_of
-from weft.train.folder import RunFolder, free_name
+from weft.train.folder import RunFolder
+from weft.train.kept_tables import TableFile
 from weft.train.tasks.base import ModelTask, Report
 from weft.train.tasks.folder_model import HeadedModel, own_pad
 
@@ -91,7 +91,7 @@ def tokenised(tokenizer: Any, texts: Any, pairs: Any = None, **options: Any) -> 
 
 #: Label that is ignored in the loss.
 IGNORED = -100
-_ROWS = "rows.json"
+_ROWS = TableFile("rows.json", "rows")
 #: Reason why these tasks do not support context parallelism.
 _NO_CP = Limit((1,), "context parallelism shards packed causal texts, and this task pads full texts")
 
@@ -180,12 +180,7 @@ class FolderTask(ModelTask):
         if unit := unit_column(self.config):
             key, rows = [*key, unit], self._rows_of_units
         tables = TableReader(self.config.data, key, rows, self._surveyed, report).tables()
-        begun = SplitTables.from_json(folder.text(_ROWS)) if (folder.path / _ROWS).is_file() else tables
-        if begun.digests != tables.digests:
-            raise DataError(
-                f"data: the rows are not those that the run in {str(folder.path)!r} was started with. Use "
-                f"{free_name(folder)} for a new run, or bring the old data back to resume."
-            )
+        _ROWS.refuse_other(folder, tables)
         self._take(tables)
         costs_of(self, 1, 1)  # a text that no microbatch can hold
         self.network.check_weights(folder)
@@ -222,12 +217,11 @@ class FolderTask(ModelTask):
         Return the content of rows.json, by file name.
         """
         self.network.keep(folder)
-        tables = self.tables
-        return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self.network.notes)).to_json()}
+        return _ROWS.text(self.tables, [*notes, *self.network.notes])
 
     def open(self, folder: RunFolder) -> None:
         self.network.open(folder)
-        self._take(SplitTables.from_json(folder.text(_ROWS)))
+        self._take(_ROWS.read(folder))
 
     @property
     def tables(self) -> SplitTables:

@@ -36,7 +36,7 @@ _CLASSES = {
     "transcribe": "weft.train.tasks.captioning:CaptionTask",
     "distill": "weft.train.tasks.distill:DistillTask",
     "prefer": "weft.train.tasks.preference:PreferTask",
-    "grpo": "weft.rl.task:GrpoTask",
+    "grpo": "weft.rl.grpo:GrpoTask",
 }
 
 

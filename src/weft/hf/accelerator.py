@@ -1,14 +1,18 @@
-"""Gathering of metrics over the ranks that read different samples, for accelerate's methods of these names."""
+"""A trainer's accelerator under a plan: it gathers over the data ranks, and leaves the trained model to Weft."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object, recursively_apply
+from torch import nn
 
 from weft.comm.collectives import all_gather, all_reduce, gather_json
 from weft.comm.mesh import Mesh
+from weft.errors import ModelError
+from weft.hf.loading import rank_loader
 
 
 class DataGather:
@@ -76,3 +80,55 @@ class DataGather:
             found = gather_json(mesh.data.rank, mesh.world, mesh.device) if mesh.world_size > 1 else [0]
             self._ranks = [found.index(rank) for rank in range(mesh.data.size)]
         return self._ranks
+
+
+class PlannedAccelerator:
+    """Replaces methods of a trainer's accelerator.
+
+    Args:
+        trainer: a `PlannedTrainer` with its accelerator.
+        mesh: the mesh of the ranks.
+    """
+
+    def __init__(self, trainer: Any, mesh: Mesh):
+        self._trainer, self._mesh, self._own = trainer, mesh, trainer.accelerator
+        self._prepare = self._own.prepare_model
+
+    def install(self) -> None:
+        """Replace the methods."""
+        own, gather = self._own, DataGather(self._own, self._mesh)
+        own.gather, own.gather_for_metrics, own.reduce = gather.gather, gather.gather_for_metrics, gather.reduce
+        own.prepare_data_loader, own.prepare_model = self._prepare_loader, self._prepare_model
+        own.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
+        own.backward = self._refuse_backward
+        self._trainer.gather_function = functools.partial(
+            own.gather_for_metrics, use_gather_object=self._trainer.args.eval_use_gather_object
+        )
+
+    def _prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if model is self._trainer.model:
+            return model
+        if not kwargs.get("evaluation_mode"):
+            raise ModelError(
+                f"model of type {type(model).__name__}: the trainer trains a second model, and a plan is for one. "
+                "Train it in a loop of your own with weft.init."
+            )
+        return self._prepare(model, *args, **kwargs)
+
+    def _refuse_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        del loss, kwargs
+        name = type(self._trainer).__name__
+        raise ModelError(
+            f"{name}.training_step: it runs backward itself, and Weft runs the passes of a step in the plan's order. "
+            "Override compute_loss instead."
+        )
+
+    def _prepare_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+        del device_placement, slice_fn_for_dispatch
+        args, trains = self._trainer.args, self._trainer.weft_loads_training
+        seed = args.data_seed
+        if seed is None and trains:  # scripts may seed ranks differently
+            seed = gather_json(torch.initial_seed(), self._mesh.world, self._mesh.device)[0]
+        found = rank_loader(loader, self._mesh.data, args.device, seed, trains=trains)
+        self._own._dataloaders.append(found)
+        return found

@@ -14,7 +14,7 @@ from weft.config.metrics import series
 from weft.config.sections import GrpoSection
 from weft.data.text.tokenizer import Tokenizer
 from weft.rl.objective import TokenLosses
-from weft.rl.prompts import PromptRecord, decoded
+from weft.rl.prompt_data import PromptRecord, decoded
 from weft.rl.scored import Rollout
 from weft.train.folder import RunFolder
 from weft.train.states.state_io import gather

@@ -1,26 +1,35 @@
-"""Prompts as rows of token ids with their records, and their order over steps."""
+"""Prompts of a run: rows of token ids with their records, the file in the run folder, and their order over steps."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from weft.config import partitioning as shares
+from weft.config.run_config import RunConfig
 from weft.config.sections import GrpoSection
+from weft.data.store.prepare import cache_folder
+from weft.data.store.prepared import PreparedData, ready_tokenizer
 from weft.data.store.row_table import RowTable
-from weft.data.table_data import Rows, TableRecord
+from weft.data.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.data.text.tokenizer import Tokenizer
 from weft.data.text.turns import Unusable, read_turns
 from weft.errors import DataError
 from weft.train.batches.data_share import Share
 from weft.train.batches.microbatches import Microbatches
+from weft.train.folder import RunFolder
+from weft.train.kept_tables import TableFile
+from weft.train.tasks.base import Report
 from weft.train.tasks.indexed import sample_index
+from weft.units import format_count
+
+_FILE = TableFile("prompts.json", "prompts")
 
 
 def prompt_rows(records: Iterable[TableRecord], tokenizer: Tokenizer, column: str, longest: int) -> Rows:
@@ -118,3 +127,82 @@ class PromptBatches:
 
     def state_at(self, num_samples: int) -> dict[str, int]:
         return {"samples": num_samples}
+
+
+def tokenizer_only(config: RunConfig, report: Report | None) -> PreparedData:
+    """Return data without documents, which has only the config's tokenizer, from the cache of this machine."""
+    cache = cache_folder(config.data)
+    cache.mkdir(parents=True, exist_ok=True)
+    place, tokenizer = ready_tokenizer(cache, config, [], report)
+    return PreparedData((), (), place, tokenizer.vocab_size, [])
+
+
+class PromptData:
+    """The prompts of a run: read once, named in the run folder, and in batches.
+
+    config: the run's config.
+    """
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self._tables: SplitTables | None = None
+
+    @property
+    def tables(self) -> SplitTables:
+        """The prompts, after `read` or `open`."""
+        assert self._tables is not None
+        return self._tables
+
+    def read(self, tokenizer: Tokenizer, report: Report | None) -> None:
+        """Encode the prompts that are not in the cache.
+
+        Raises:
+            DataError: if a prompt is missing or too long.
+        """
+        column, longest = self._config.grpo.prompt, self._config.train.seq_len + 1 - self._config.grpo.max_tokens
+        key = ["grpo", column, longest, str(tokenizer.vocabulary.digest)]
+
+        def rows(records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+            return prompt_rows(records, tokenizer, column, longest)
+
+        data = self._config.data.model_copy(update={"holdout": 0.0})
+        tables = TableReader(data, key, rows, lambda records: {}, report).tables()
+        lines = tuple(line for line in tables.summary if not line.startswith("evaluation"))
+        self._tables = replace(tables, summary=lines)
+
+    def refuse_other(self, folder: RunFolder) -> None:
+        """Raise DataError if the folder has a run with other prompts."""
+        _FILE.refuse_other(folder, self.tables)
+
+    def kept(self, notes: Sequence[str]) -> Mapping[str, str]:
+        """Return the content of the run folder's file by its name. notes: text for users."""
+        return _FILE.text(self.tables, notes)
+
+    def open(self, folder: RunFolder) -> None:
+        """Open the prompts of the run in `folder`."""
+        self._tables = _FILE.read(folder)
+
+    def batches(self, share: Share) -> PromptBatches:
+        """Return the batches of one rank."""
+        return PromptBatches(self.tables.train, self._config.seed, share, self._config.grpo)
+
+    def all_batches(self) -> PromptBatches:
+        """Return the batches of all ranks as one."""
+        return self.batches(Share(self._config.train.global_batch))
+
+    def batch_line(self) -> str:
+        """Return a line on the size of a step and of the run."""
+        train, grpo = self._config.train, self._config.grpo
+        prompts = train.global_batch // grpo.completions
+        return (
+            f"{prompts} prompts x {grpo.completions} completions of at most {grpo.max_tokens} tokens a step; "
+            f"{grpo.method}; {train.steps} steps, {format_count(train.global_batch * train.steps)} completions"
+        )
+
+    def sample_lines(self, place: int, tokenizer: Tokenizer) -> list[str]:
+        """Return the text of the prompt at a position in training order, which counts completions."""
+        batch = self._config.train.global_batch
+        number = place % batch // self._config.grpo.completions
+        prompt = self.all_batches().prompts(place // batch)[number]
+        text = decoded(tokenizer, prompt.ids, specials=True)
+        return [f"prompt of {len(prompt.ids)} tokens", *text.split("\n")]
