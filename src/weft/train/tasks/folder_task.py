@@ -17,8 +17,8 @@ from weft.config.run_config import RunConfig
 from weft.config.shapes.traced_model import Limit
 from weft.data.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.data.text.tokenizer_limits import bounded
-from weft.train.batches.batching_by_cost import cost_limits, costs_of
 from weft.errors import DataError
+from weft.train.batches.batching_by_cost import cost_limits, costs_of
 from weft.train.folder import RunFolder
 from weft.train.kept_tables import TableFile
 from weft.train.tasks.base import ModelTask, Report
