@@ -402,7 +402,7 @@ def device_operators() -> Iterator[CheckLine]:
     """Yield kind, backend and precisions of torch's accelerator, or of the CPU, and a line for each operator class."""
     import torch
 
-    from weft.comm.backend_check import try_backend
+    from weft.comm.connect import try_backend
     from weft.devices import access
     from weft.devices.checks import operator_checks, working_precisions
 
