@@ -290,9 +290,9 @@ def _check_overlap(name: str, whole: torch.Tensor, part: torch.Tensor, offset: i
         )
 
 
-# Collectives over parts of unequal sizes, made from those over equal parts: every part is padded to the largest. So every
-# transport supports them, and values are exact. If the largest of `size` parts has `most` elements, bytes on the links
-# and temporary memory are those of size * most elements.
+# Collectives over parts of unequal sizes. Every part is padded to the largest, so every transport supports them, and
+# values are exact. If the largest of `size` parts has `most` elements, the bytes on the links and in temporary memory
+# are those of size * most elements.
 
 
 class PaddedGather:
