@@ -16,9 +16,15 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from weft.comm.collectives import all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.collectives import (
+    PaddedGather,
+    PaddedReduceScatter,
+    all_reduce,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from weft.comm.mesh import Axis
-from weft.comm.padded import PaddedGather, PaddedReduceScatter
 from weft.comm.pending import Pending
 from weft.comm.transports.scattered_tensor import Parts
 from weft.comm.wire.coder import Coder, Coders
