@@ -16,7 +16,7 @@ class TableFile:
 
     Attributes:
         name: name of the file in the run folder.
-        contents: what a table has, in the plural, for messages.
+        contents: name of the rows in messages, in the plural.
     """
 
     name: str
