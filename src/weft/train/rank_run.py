@@ -35,6 +35,7 @@ from weft.train.engine import Engine, EngineJob, ReplicaWorld
 from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, steps_left_out
 from weft.train.loop.callbacks import GOES_BACK, StopReason
+from weft.train.loop.cpu_evaluation import CpuEvaluator
 from weft.train.loop.energy_hook import EnergyHook, EnergyReports, joules_of_earlier_starts, run_meter
 from weft.train.loop.injected_faults import FaultHook, asked_fault
 from weft.train.loop.observers import (
@@ -245,7 +246,11 @@ class _RankRun:
         """
         engine, is_first = self.engine, self.engine.rank == 0
         others = ReplicaCoordinator(self.folder, self.config, engine)
-        checkpoints = RunCheckpoints(self.folder, self.config, engine, self.start.copies, others.elsewhere)
+        aside = None
+        if is_first and self.config.launch.evaluate_on == "cpu" and engine.evaluates:
+            aside = CpuEvaluator(self.folder, self.config, engine.plan)
+        keeps = (lambda step: False) if aside is None else aside.keeps
+        checkpoints = RunCheckpoints(self.folder, self.config, engine, self.start.copies, others.elsewhere, keeps)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = checkpoints.resume()
         if not others.rejoin(checkpoints, progress):
@@ -269,11 +274,14 @@ class _RankRun:
             requests=observers.requests.take if observers.requests else tuple,
             is_unsaved=others.is_unsaved,
             shares=LiveShares(engine, shares, progress, balancer, observers.recorder),
+            aside=aside,
         )
         until_left.enter_context(stop_on_signal(engine))
         try:
             if observers.requests:
                 observers.requests.start()
+            if aside is not None:
+                aside.resume(progress)
             reason = others.end(checkpoints, trainer, stop := trainer.fit())
             until_left.callback(observers.recorder.draw)
             parting = _parting(self.folder, engine, checkpoints, trainer.parting, progress.step)
@@ -289,6 +297,8 @@ class _RankRun:
             raise
         finally:
             self.logger.display = self.logger.log = None
+            if aside is not None:
+                aside.close()
             observers.close()
         if observers.limit and reason == StopReason.REQUESTED.value:
             reason = observers.limit.reason or reason

@@ -44,6 +44,7 @@ class RunCheckpoints(Checkpoints):
         home: server of in-memory copies on this host.
         elsewhere: function that takes the step of the run's newest checkpoint, and returns another location to resume
             from or None. All ranks call it.
+        keeps: returns True for the step of a checkpoint that must not be deleted yet. Threads call it.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class RunCheckpoints(Checkpoints):
         engine: Engine,
         home: CopyHome | None = None,
         elsewhere: Callable[[int | None], Location | None] = lambda own: None,
+        keeps: Callable[[int], bool] = lambda step: False,
     ):
-        self._config, self._engine = config, engine
+        self._config, self._engine, self._keeps = config, engine, keeps
         self._in_background, self._channel = config.checkpoint.background, engine.background_ranks()
         self._checkpointer = Checkpointer(engine.ranks)
         self._retention = Retention(folder.checkpoints, config.checkpoint)
@@ -103,7 +105,7 @@ class RunCheckpoints(Checkpoints):
                 self.confirm(step)
             if self._channel.rank == 0:
                 try:
-                    self._retention.prune(step, best)
+                    self._retention.prune(step, best, self._keeps)
                 except CheckpointError as error:
                     self._ends.append(SaveEnd(step, note=str(error)))
 
