@@ -6,9 +6,9 @@ N rows and D columns of the full table, C columns of a rank's part, R ranks, U u
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.tables.host import CachedRows, HostSettings
+
+if TYPE_CHECKING:
+    from weft.parallel.tables.joined import JoinedTables
 
 #: Elements per broadcast of the first rank's values.
 _AT_ONCE = 2**22
@@ -52,26 +55,43 @@ class TableCall:
 
 
 @dataclass(slots=True, eq=False)
+class Bags:
+    """How the rows of a lookup are pooled.
+
+    Attributes:
+        starts: position of the first id of each bag, (B,).
+        mode: "sum", "mean" or "max".
+        weights: factor of each row, (n,), or None.
+    """
+
+    starts: Tensor
+    mode: str
+    weights: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
 class Lookup:
     """One call of a table's module, whose rows are fetched when its result is used.
 
     Attributes:
         table: the table.
-        unique_U: the unique ids, ascending.
-        index: position of each id of the input in `unique_U`, with the input's shape.
-        finish: returns the module's result from the rows.
+        ids: the ids, (n,).
+        shape: shape of the result.
+        bag: bags that are pooled, or None for one row per id.
         trains: True if the result has gradients.
-        rows_UD: rows of the unique ids, or None until they are fetched.
+        rows_UD: rows of the unique ids of all lookups that were fetched together, or None until then.
+        index: position of each id in `rows_UD`, (n,), or None until then.
         result: the module's result, or None until the rows are fetched.
         placeholder: the tensor that the module returned, or None if it returned `result`.
     """
 
     table: Table
-    unique_U: Tensor
-    index: Tensor
-    finish: Callable[[Lookup], Tensor]
+    ids: Tensor
+    shape: tuple[int, ...]
+    bag: Bags | None
     trains: bool
     rows_UD: Tensor | None = None
+    index: Tensor | None = None
     result: Tensor | None = None
     placeholder: Tensor | None = None
 
@@ -110,6 +130,7 @@ class Table:
         host: settings of style host, or None for other styles.
         why: reason of the style.
         cache: for style host, the cache of rows. None for other styles, and until `open_cache`.
+        joined: the tables that are read and updated together with this one, from `join_tables`.
         calls: lookups of the current step.
         rows, grads: after `exchange_gradients`, rows of this rank's part that the step read, and their gradients.
     """
@@ -126,6 +147,7 @@ class Table:
     host: HostSettings | None = None
     why: str = ""
     cache: CachedRows | None = None
+    joined: JoinedTables | None = None
     calls: list[TableCall] = field(default_factory=list[TableCall])
     rows: Tensor | None = None
     grads: Tensor | None = None
@@ -141,6 +163,12 @@ class Table:
             f"table {self.name!r}: each rank holds a part of it, so the model cannot be copied or pickled. Use "
             "run.full_state_dict(model) for full tensors."
         )
+
+    @property
+    def all_joined(self) -> JoinedTables:
+        """The tables that are read and updated together with this one."""
+        assert self.joined is not None, "join_tables sets it"
+        return self.joined
 
     @property
     def tag(self) -> int:
@@ -263,10 +291,11 @@ class Table:
 
     def dense_gradient(self) -> Tensor:
         """Return the gradient of this rank's part with zeros for rows that the step did not read."""
-        dense = torch.zeros_like(self.weight)
-        if self.rows is None or self.grads is None:
+        dense, found = torch.zeros_like(self.weight), self.all_joined.gradient_of(self)
+        if found is None:
             return dense
-        return dense.index_add_(0, self.rows.to(dense.device), self.grads.to(dense.device))
+        rows, grads = found
+        return dense.index_add_(0, rows.to(dense.device), grads.to(dense.device))
 
     # --- checkpoints ---
 

@@ -100,7 +100,7 @@ class Role:
             f"role      {self.count} x {self.kind}: too slow to be ranks. {with_them}{format_seconds(self.without_s)} "
             "without them",
             f"          they could {', or '.join(uses)}",
-            "          evaluation needs no device of theirs either: launch.evaluate_on=cpu does it on the first host's CPU",
+            "          launch.evaluate_on=cpu evaluates on the CPU of the first host instead",
         ]
 
 

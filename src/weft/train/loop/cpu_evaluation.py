@@ -137,7 +137,7 @@ class _Evaluation:
 
     def __init__(self, folder: RunFolder, step: int, plan: Plan):
         self.step, self._log = step, folder.path / "logs" / "evaluation.log"
-        self._answer: IO[bytes] = tempfile.TemporaryFile()
+        self._answer: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `result` and `kill` close it
         with new_files_like(folder.path):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._log.touch()
