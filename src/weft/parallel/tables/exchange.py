@@ -15,6 +15,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.peer import all_to_all
 from weft.parallel.tables.joined import JoinedTables
 from weft.parallel.tables.requests import by_lookup, by_rank, joined_blocks, totals
+from weft.parallel.tables.row_sums import sum_rows
 from weft.parallel.tables.table import Table, TableCall
 from weft.private_torch import split
 
@@ -72,8 +73,7 @@ def _store(joined: JoinedTables, ids: Sequence[Tensor], grads: Sequence[Tensor])
         table.rows = table.grads = None
         return
     rows, index = torch.cat(list(ids)).unique(return_inverse=True)
-    # A sum by index in the order of the index, on every device and in every run.
-    sums = torch.ops.aten.embedding_dense_backward(torch.cat(list(grads)), index, rows.numel(), -1, False)
+    sums = sum_rows(grads[0] if len(grads) == 1 else torch.cat(list(grads)), index, rows.numel())
     for padding in joined.padding:
         kept = rows != padding
         rows, sums = rows[kept], sums[kept]

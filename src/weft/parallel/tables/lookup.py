@@ -20,6 +20,7 @@ from weft.errors import ModelError
 from weft.models.keras_model import KerasEmbedding
 from weft.parallel.private_torch import plain_call, without_memory
 from weft.parallel.tables.requests import Request, joined_blocks, request_local, request_rows
+from weft.parallel.tables.row_sums import gather_rows
 from weft.parallel.tables.table import Bags, Lookup, LookupQueue, Table, TableCall
 from weft.private_torch import split, tree_map_only, uncompiled
 
@@ -119,7 +120,7 @@ def _gathered(lookups: Sequence[Lookup]) -> Tensor:
     """Return the rows of all ids of lookups, (n, D)."""
     rows_UD = lookups[0].rows_UD
     assert rows_UD is not None
-    return F.embedding(_joint_index(lookups), rows_UD)
+    return gather_rows(rows_UD, _joint_index(lookups))
 
 
 def _pooled(lookups: Sequence[Lookup]) -> Tensor:

@@ -274,9 +274,7 @@ class TableModel(FlatModel):
         update.step = int(read_full(source, f"{table.name}/{_STEP}"))
 
 
-def _updates_of(
-    joined: JoinedTables, taken: Mapping[int, tuple[TableOptimizer, dict[str, Any]]]
-) -> list[TableUpdate]:
+def _updates_of(joined: JoinedTables, taken: Mapping[int, tuple[TableOptimizer, dict[str, Any]]]) -> list[TableUpdate]:
     """Return the optimizers of joined tables: one, or one per table if their groups differ.
 
     taken: rule and group of the optimizer's tables, by id.

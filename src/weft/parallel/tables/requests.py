@@ -162,9 +162,7 @@ def joined_blocks(blocks: Sequence[Tensor]) -> Tensor:
     return filled[0].as_strided((sum(one.numel() for one in filled),), (1,))
 
 
-def _agree(
-    lookups: Sequence[Lookup], axis: Axis
-) -> tuple[list[Request], list[list[int]], list[list[int]]]:
+def _agree(lookups: Sequence[Lookup], axis: Axis) -> tuple[list[Request], list[list[int]], list[list[int]]]:
     """Return the requests of the lookups that all ranks wait for, and what each rank sends and receives.
 
     The counts of ids, requested from each rank and by each rank, are lists by request of lists by rank.
