@@ -211,8 +211,9 @@ CASES = [
      "layout=user=rows: plan.tp=2: embedding tables of a layout are not built with it yet. Leave tp out, or leave "
      "the tables out of layout."),
     ("tables-need-a-plan", ["layout=user=rows", "plan=auto"],
-     "layout=user=rows: it shards embedding tables, and the planner does not count them. Write the plan, such as "
-     "plan='dp_replicate=*', or leave the tables out of layout."),
+     "layout=user=rows: it shards embedding tables, and the planner does not count them. Price the tables with weft "
+     "plan CLUSTER --tables FILE and write the plan, such as plan='dp_replicate=*', or leave the tables out of "
+     "layout."),
     ("tables-need-torch", ["layout=user=one", "launch.engine=jax"],
      "layout=user=one: it shards embedding tables, and the JAX engine does not know them. Use launch.engine=torch, or "
      "leave the tables out of layout."),

@@ -1,6 +1,6 @@
 """Joint exchange of several lookups: one all_to_all of counts, one of ids and one of rows for all tables.
 
-P lookups, G joined tables, R ranks, n ids of the lookups of a joined table, U unique ids of them, M ids that arrived at a
+P lookups, G joined tables, R ranks, n ids of lookups of a joined table, U unique ids of them, M ids that arrived at a
 rank, C columns of a rank's part.
 """
 
@@ -21,7 +21,7 @@ from weft.private_torch import split
 
 #: Count that a rank sends to all others if its input has an id out of range.
 _REFUSED = -1
-#: Lookups that one exchange can join. A message has as many tags of lookups, and as many counts, of which the rest is 0.
+#: Lookups that one exchange can join. A message has as many tags of lookups, and as many counts, padded with 0.
 _AT_ONCE = 64
 
 
