@@ -13,10 +13,9 @@ from torch import Tensor
 
 from weft.comm.collectives import all_reduce
 from weft.comm.peer import all_to_all
-from weft.parallel.tables.joined import JoinedTables
 from weft.parallel.tables.requests import by_lookup, by_rank, joined_blocks, totals
 from weft.parallel.tables.row_sums import sum_rows
-from weft.parallel.tables.table import Table, TableCall
+from weft.parallel.tables.table import JoinedTables, Table, TableCall
 from weft.private_torch import split
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from weft.errors import ModelError
 from weft.models.keras_model import KerasEmbedding
 from weft.parallel.private_torch import plain_call, without_memory
-from weft.parallel.tables.requests import Request, joined_blocks, request_local, request_rows
+from weft.parallel.tables.requests import TableRequest, joined_blocks, request_local, request_rows
 from weft.parallel.tables.row_sums import gather_rows
 from weft.parallel.tables.table import Bags, Lookup, LookupQueue, Table, TableCall
 from weft.private_torch import split, tree_map_only, uncompiled
@@ -78,7 +78,7 @@ def fetch_waiting(queue: LookupQueue) -> None:
     queue.waiting = [one for one in queue.waiting if one.result is None]
 
 
-def _arrive(request: Request, call: TableCall) -> None:
+def _arrive(request: TableRequest, call: TableCall) -> None:
     """Set the results of the lookups of a request."""
     lookups, leaf = request.lookups, call.leaf
     assert leaf is not None
@@ -234,7 +234,7 @@ class TableBag(nn.EmbeddingBag):
         if offsets is None:
             return input.dim() == 2
         is_flat = input.dim() == offsets.dim() == 1 and len(offsets) > 0
-        return is_flat and offsets[0] == 0 and bool(offsets[-1] <= len(input))
+        return is_flat and bool((offsets[0] == 0) & (offsets[-1] <= len(input)))
 
     def _bags(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Bags]:
         """Return the ids that count, (n,), and their bags, without those at padding_idx and behind the last bag."""

@@ -22,9 +22,9 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.placement import Placement
 from weft.parallel.tables.apply import materialize_tables, outside_model
 from weft.parallel.tables.exchange import exchange_gradients, mean_squares
-from weft.parallel.tables.joined import JoinedTables, join_tables
+from weft.parallel.tables.joined import join_tables
 from weft.parallel.tables.lookup import open_lookups, refuse_weight
-from weft.parallel.tables.table import Table
+from weft.parallel.tables.table import JoinedTables, Table
 from weft.parallel.zero_flat.model import FlatModel
 
 #: State with the number of steps, as torch names it.
@@ -60,10 +60,10 @@ class TableUpdate:
         self.step += 1
         is_whole = len(self.members) == len(self.joined.members)
         table = self.joined.table if is_whole else self.members[0]
-        found = (table.rows, table.grads) if is_whole else self.joined.gradient_of(table)
-        if found is None or found[0] is None or found[1] is None:
-            return
+        found = (table.rows, table.grads) if is_whole else self.joined.gradient_of(table) or (None, None)
         rows, grads = found
+        if rows is None or grads is None:
+            return
         squares = mean_squares(table, grads) if self.rule.needs_mean_squares else None
         grads, squares = grads * factor, None if squares is None else squares * factor**2
         lr = float(self.group["lr"])

@@ -15,8 +15,7 @@ from torch import Tensor
 from weft.comm.mesh import Axis
 from weft.comm.peer import all_to_all, largest_counts
 from weft.errors import CommError, ModelError
-from weft.parallel.tables.joined import JoinedTables
-from weft.parallel.tables.table import Lookup, Table, TableCall
+from weft.parallel.tables.table import JoinedTables, Lookup, Table, TableCall
 from weft.private_torch import split
 
 #: Count that a rank sends to all others if its input has an id out of range.
@@ -26,7 +25,7 @@ _AT_ONCE = 64
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class TableRequest:
     """The lookups of one joined table.
 
     Attributes:
@@ -54,22 +53,22 @@ class Request:
         return any(one.trains for one in self.lookups)
 
 
-def _requests(lookups: Sequence[Lookup]) -> list[Request]:
+def _requests(lookups: Sequence[Lookup]) -> list[TableRequest]:
     """Return the lookups by joined table, in order of the first lookup of each."""
     members: dict[int, list[Lookup]] = {}
     for one in lookups:
         members.setdefault(id(one.table.all_joined), []).append(one)
-    found: list[Request] = []
+    found: list[TableRequest] = []
     for some in members.values():
         joined = some[0].table.all_joined
         rows, is_outside = joined.rows_of([one.table for one in some], [one.ids for one in some])
         unique_U, index = rows.unique(return_inverse=True)
-        found.append(Request(joined, some, unique_U, index, is_outside))
+        found.append(TableRequest(joined, some, unique_U, index, is_outside))
     return found
 
 
 @torch.no_grad()
-def request_local(lookup: Lookup) -> tuple[Request, TableCall]:
+def request_local(lookup: Lookup) -> tuple[TableRequest, TableCall]:
     """Look up ids in a replicated table. Raises ModelError for an id out of range."""
     request = _requests([lookup])[0]
     if bool(request.is_outside):
@@ -78,7 +77,7 @@ def request_local(lookup: Lookup) -> tuple[Request, TableCall]:
 
 
 @torch.no_grad()
-def request_rows(lookups: Sequence[Lookup]) -> tuple[list[tuple[Request, TableCall]], int]:
+def request_rows(lookups: Sequence[Lookup]) -> tuple[list[tuple[TableRequest, TableCall]], int]:
     """Fetch the rows of waiting lookups from the ranks that hold them. All ranks of the axis call it.
 
     It fetches as many as every rank waits for. A rank whose forward uses the first rows earlier waits for fewer.
@@ -115,7 +114,7 @@ def request_rows(lookups: Sequence[Lookup]) -> tuple[list[tuple[Request, TableCa
         by_rank([split(one, sizes) for one, sizes in zip(rows, to_send, strict=True)]),
         axis, send=totals(to_send), receive=totals(to_receive), most=most_rows,
     )  # fmt: skip
-    found: list[tuple[Request, TableCall]] = []
+    found: list[tuple[TableRequest, TableCall]] = []
     for place, (request, blocks) in enumerate(zip(requests, by_lookup(flat, to_receive), strict=True)):
         if request.table.dim == 0:
             leaf = joined_blocks(blocks).view(-1, own[place])
@@ -125,7 +124,7 @@ def request_rows(lookups: Sequence[Lookup]) -> tuple[list[tuple[Request, TableCa
     return found, most_rows
 
 
-def _for_ranks(request: Request, counts: list[int]) -> Sequence[Tensor]:
+def _for_ranks(request: TableRequest, counts: list[int]) -> Sequence[Tensor]:
     """Return the rows to request from each rank, which are consecutive. Every rank has columns of all rows."""
     return split(request.unique_U, counts) if request.table.dim == 0 else [request.unique_U] * len(counts)
 
@@ -162,7 +161,7 @@ def joined_blocks(blocks: Sequence[Tensor]) -> Tensor:
     return filled[0].as_strided((sum(one.numel() for one in filled),), (1,))
 
 
-def _agree(lookups: Sequence[Lookup], axis: Axis) -> tuple[list[Request], list[list[int]], list[list[int]]]:
+def _agree(lookups: Sequence[Lookup], axis: Axis) -> tuple[list[TableRequest], list[list[int]], list[list[int]]]:
     """Return the requests of the lookups that all ranks wait for, and what each rank sends and receives.
 
     The counts of ids, requested from each rank and by each rank, are lists by request of lists by rank.
@@ -192,7 +191,7 @@ def _agree(lookups: Sequence[Lookup], axis: Axis) -> tuple[list[Request], list[l
     return requests, send, receive
 
 
-def _counts(request: Request, axis: Axis) -> Tensor:
+def _counts(request: TableRequest, axis: Axis) -> Tensor:
     """Return the number of ids for each rank, (R,), or a refusal."""
     unique_U, table = request.unique_U, request.table
     if table.dim == 0:

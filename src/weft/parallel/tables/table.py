@@ -1,6 +1,6 @@
 """One embedding table of which each data rank holds some rows or columns.
 
-N rows and D columns of the full table, C columns of a rank's part, R ranks, U unique ids of a lookup.
+N rows and D columns of the full table, C columns of a rank's part, R ranks, U unique ids of a lookup, n ids of several.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from itertools import accumulate, pairwise
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,6 @@ from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.tables.host import CachedRows, HostSettings
-
-if TYPE_CHECKING:
-    from weft.parallel.tables.joined import JoinedTables
 
 #: Elements per broadcast of the first rank's values.
 _AT_ONCE = 2**22
@@ -315,6 +313,87 @@ class Table:
         elif value.numel():
             part = Part(shape, self.dim, (self.span,))
             yield FlatSlice(name, part, OwnershipMap.to_one(rank, value.numel()), 0, value.detach().view(-1))
+
+
+class JoinedTables:
+    """Tables that are read and updated as one.
+
+    Args:
+        table: the table with the rows of all members. A single member is itself.
+        members: its members.
+
+    Attributes:
+        spans: first row of each member in this rank's part of `table`, and its end.
+    """
+
+    def __init__(self, table: Table, members: Sequence[Table]):
+        self.table, self.members = table, members
+        sizes = [len(one.weight) for one in members]
+        self.spans = list(pairwise(accumulate(sizes, initial=0)))
+        self._places = {id(one): place for place, one in enumerate(members)}
+        rows = [one.full_shape[0] for one in members]
+        firsts = list(accumulate(rows, initial=0))
+        device = table.weight.device if table.host is None else torch.device("cpu")
+        self._limits, self._firsts = (torch.tensor(one, device=device) for one in (rows, firsts[:-1]))
+        self._borders: Tensor | None = None
+        self._shifts: Tensor | None = None
+        if table.dim == 0 and len(members) > 1:
+            starts, shifts = _pieces(members, firsts)
+            self._borders, self._shifts = torch.tensor(starts, device=device), torch.tensor(shifts, device=device)
+
+    @property
+    def is_single(self) -> bool:
+        """True if a table is read alone."""
+        return len(self.members) == 1
+
+    @property
+    def padding(self) -> list[int]:
+        """Rows at padding_idx in this rank's part, which are never trained."""
+        own = [(one.padding, low) for one, (low, _) in zip(self.members, self.spans, strict=True)]
+        return [row + low for row, low in own if row is not None]
+
+    def rows_of(self, members: Sequence[Table], ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the rows of `table` with some ids, (n,), and a 0-d bool: True if an id is not a row of its member.
+
+        Args:
+            members: the member of each lookup.
+            ids: ids of each lookup, (number,).
+        """
+        flat = ids[0] if len(ids) == 1 else torch.cat(list(ids))
+        if self.is_single:
+            return flat, ((flat < 0) | (flat >= self.table.full_shape[0])).any()
+        counts = torch.tensor([[self._places[id(one)], len(each)] for one, each in zip(members, ids, strict=True)])
+        places = torch.repeat_interleave(*counts.to(flat.device).unbind(1), output_size=len(flat))
+        outside = ((flat < 0) | (flat >= self._limits[places])).any()
+        rows = flat + self._firsts[places]
+        if self._borders is not None and self._shifts is not None:
+            rows += self._shifts[torch.bucketize(rows, self._borders, right=True)]
+        return rows, outside
+
+    def gradient_of(self, member: Table) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of a member that the step read, and their gradients, or None without any."""
+        rows, grads = self.table.rows, self.table.grads
+        if rows is None or grads is None or self.is_single:
+            return None if rows is None or grads is None else (rows, grads)
+        low, high = self.spans[self._places[id(member)]]
+        first, last = torch.searchsorted(rows, torch.tensor([low, high], device=rows.device)).tolist()
+        return rows[first:last] - low, grads[first:last]
+
+
+def _pieces(members: Sequence[Table], firsts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the borders between pieces, and what to add to the numbers of a piece's rows.
+
+    A piece is the rows of one member on one rank. Rows are numbered by member first, and the result by rank first.
+    """
+    num_ranks = members[0].axis.size
+    sizes = [[one.starts[rank + 1] - one.starts[rank] for rank in range(num_ranks)] for one in members]
+    ends, shifts = list[int](), list[int]()
+    for place, member in enumerate(members):
+        for rank in range(num_ranks):
+            before = sum(sum(one[:rank]) for one in sizes) + sum(one[rank] for one in sizes[:place])
+            ends.append(firsts[place] + member.starts[rank + 1])
+            shifts.append(before - firsts[place] - member.starts[rank])
+    return ends[:-1], shifts
 
 
 def starts_of(style: str, shape: tuple[int, int], num_ranks: int, owner: int) -> tuple[int, ...]:

@@ -1,12 +1,20 @@
-"""The section [launch] of a run's config."""
+"""The sections [launch] and [energy] of a run's config: its ranks, and the energy of their machines."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from weft.config.sections import Count, DeviceName, Duration, HostPort, SecretRef, Section, Width
+from weft.config.sections import Count, DeviceName, Duration, HostPort, PositiveFloat, SecretRef, Section, Width
+
+_GRID = r"^([A-Za-z]{2,30}|([0-9]{1,5}(\.[0-9]{1,6})?|\.[0-9]{1,6})g?)$"
+Grid = Annotated[
+    str,
+    BeforeValidator(lambda value: f"{value:g}" if type(value) in (int, float) else value),
+    Field(pattern=_GRID, json_schema_extra={"x-rule": "grams of CO2 per kWh, or a region such as france"}),
+]
+Price = Annotated[str, Field(max_length=30, json_schema_extra={"x-rule": "a price of one kWh such as 0.25eur"})]
 
 
 class LaunchSection(Section):
@@ -64,3 +72,24 @@ class LaunchSection(Section):
     meeting_key: SecretRef | None = Field(default=None, examples=["env:WEFT_MEETING_KEY"])
     """Shared secret of replicas on several machines, of 16 characters or more: env:NAME or file:PATH. Required unless
     meet_at is an address of this machine (127.0.0.1)."""
+
+
+class EnergySection(Section):
+    """Energy of the run: its meters, and their price, CO2 and limit."""
+
+    meter: bool = True
+    """Measure the energy of GPUs and CPU packages, and record it by cause in events.jsonl."""
+    pue: Annotated[float, Field(ge=1, le=10)] = 1.0
+    """Power usage effectiveness of the building: energy at its meter over the energy of its machines. Reported kWh,
+    cost and CO2 include it."""
+    grid: Grid | None = Field(default=None, examples=["france"])
+    """Carbon intensity of the electricity: grams of CO2 per kWh, or a region, such as france (means of 2023)."""
+    price: Price | None = Field(default=None, examples=["0.25eur"])
+    """Price of one kWh, such as 0.25eur."""
+    budget: PositiveFloat | None = Field(default=None, examples=[10.0])
+    """Energy of the whole run in kWh, over all its starts, at which it saves and pauses. `weft runs resume RUN
+    energy.budget=KWH` continues it."""
+    cpu_watts: PositiveFloat | None = Field(default=None, examples=[250.0])
+    """Power of all CPU packages of a machine at full load, for an estimate if they have no readable counter."""
+    gpu_watts: PositiveFloat | None = Field(default=None, examples=[300.0])
+    """Power of one GPU at full load, for an estimate if it has no counter; by default its data sheet's."""
