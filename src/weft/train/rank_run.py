@@ -231,6 +231,10 @@ def _first_shares(plan: Plan) -> tuple[int, ...]:
     return (1,) * plan.dp_size if plan.measures_shares else plan.shares
 
 
+#: Reasons to stop after which no sample is written.
+_EARLY = (StopReason.REQUESTED, StopReason.ACTION, StopReason.STOP_AT)
+
+
 class _RankRun:
     """Creates the components of one rank's run, and runs them."""
 
@@ -246,11 +250,8 @@ class _RankRun:
         """
         engine, is_first = self.engine, self.engine.rank == 0
         others = ReplicaCoordinator(self.folder, self.config, engine)
-        aside = None
-        if is_first and self.config.launch.evaluate_on == "cpu" and engine.evaluates:
-            aside = CpuEvaluator(self.folder, self.config, engine.plan)
-        keeps = (lambda step: False) if aside is None else aside.keeps
-        checkpoints = RunCheckpoints(self.folder, self.config, engine, self.start.copies, others.elsewhere, keeps)
+        aside = self._cpu_evaluator(until_left)
+        checkpoints = RunCheckpoints(self.folder, self.config, engine, self.start.copies, others.elsewhere, aside)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = checkpoints.resume()
         if not others.rejoin(checkpoints, progress):
@@ -280,16 +281,13 @@ class _RankRun:
         try:
             if observers.requests:
                 observers.requests.start()
-            if aside is not None:
-                aside.resume(progress)
             reason = others.end(checkpoints, trainer, stop := trainer.fit())
             until_left.callback(observers.recorder.draw)
             parting = _parting(self.folder, engine, checkpoints, trainer.parting, progress.step)
             times, shown = engine.reports.times(book, start_step), ""
             observers.recorder.on_phase("sampling")
             # Skip the sample output if a user stopped the run, to avoid a wait of some seconds.
-            early = (StopReason.REQUESTED, StopReason.ACTION, StopReason.STOP_AT)
-            wanted = stop.reason not in early and not engine.wants_stop
+            wanted = stop.reason not in _EARLY and not engine.wants_stop
             if engine.ranks.on_first(lambda: wanted):
                 shown = _sample(engine, self.task, self.folder, progress.step)
         except Exception as error:
@@ -297,8 +295,6 @@ class _RankRun:
             raise
         finally:
             self.logger.display = self.logger.log = None
-            if aside is not None:
-                aside.close()
             observers.close()
         if observers.limit and reason == StopReason.REQUESTED.value:
             reason = observers.limit.reason or reason
@@ -306,6 +302,14 @@ class _RankRun:
             ending = Ending(progress, reason, shown, times)
             print_wrapped(self.terminal, closing_lines(self.folder, self.task, ending, self.start.command))
         return RunResult(progress.step, reason, parting)
+
+    def _cpu_evaluator(self, until_left: contextlib.ExitStack) -> CpuEvaluator | None:
+        """Return the evaluator of checkpoints on the CPU, on rank 0 of a run that uses it."""
+        if self.engine.rank or self.config.launch.evaluate_on != "cpu" or not self.engine.evaluates:
+            return None
+        evaluator = CpuEvaluator(self.folder, self.config, self.engine.plan)
+        until_left.callback(evaluator.close)
+        return evaluator
 
     def _done(self, step: int, notes: Sequence[str]) -> RunResult:
         """Report that an earlier start did the last step."""

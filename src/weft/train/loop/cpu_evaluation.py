@@ -111,7 +111,7 @@ class CpuEvaluator(Hook):
         return self._running is not None
 
     def close(self) -> None:
-        """Kill the running evaluation."""
+        """Stop the running evaluation."""
         if self._running is not None:
             self._running.kill()
             self._running = None
@@ -170,7 +170,7 @@ class _Evaluation:
         return f"{why} ({Path(*self._log.parts[-2:])})"
 
     def kill(self) -> None:
-        """Kill the process and its children."""
+        """Stop the process and its children."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         with self._process, self._answer:

@@ -109,6 +109,8 @@ class Trainer:
         """
         self.book.start()
         self._loop.hooks.on_start(self.progress.step)
+        if self.aside is not None:
+            self.aside.resume(self.progress)
         self._loop.hooks.on_phase("compiling" if self.engine.plan.compile else "first step")
         with self._garbage:
             stop = self._train() or self._stop_at_end()
