@@ -224,6 +224,15 @@ def bare_env() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+#: Variables that make a process a rank of the run that started it.
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID", "WEFT_LAUNCHED")
+
+
+def alone_env() -> dict[str, str]:
+    """Return a copy of the environment of a rank for a child process that is not a rank."""
+    return {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+
+
 def take_over(environment: Mapping[str, str]) -> None:
     """Replace the environment of this process by the result of `child_env` in another process."""
     os.environ.clear()

@@ -114,11 +114,23 @@ CASES = [
      "launch.engine=jax: adamw and sgd with fp32 states are built. Use optimizer.name=adamw, or launch.engine=torch."),
     ("jax-has-even-batches", ["launch.engine=jax", "data.batching=cost", "train.global_cost=100"],
      "launch.engine=jax: steps have one shape. Leave data.batching out, or launch.engine=torch."),
+    ("jax-evaluates-itself", ["launch.engine=jax", "launch.evaluate_on=cpu"],
+     "launch.engine=jax: evaluation in another process is not built. Use launch.evaluate_on=ranks, or "
+     "launch.engine=torch."),
     ("jax-draws-no-noise", ["launch.engine=jax", "train.neftune_alpha=5"],
      "launch.engine=jax: no random numbers are drawn in a step. Leave train.neftune_alpha out, or "
      "launch.engine=torch."),
     ("patience-needs-evaluations", ["train.early_stop.patience=3", "eval.every=0"],
      "train.early_stop.patience=3: eval.every=0 evaluates only at the end. Use eval.every=50."),
+    ("cpu-evaluates-checkpoints", ["launch.evaluate_on=cpu", "eval.every=20", "checkpoint.every=50"],
+     "launch.evaluate_on=cpu: it evaluates checkpoints, and checkpoint.every=50 does not save each step of "
+     "eval.every=20. Use checkpoint.every=20."),
+    ("cpu-evaluation-stops-no-run", ["launch.evaluate_on=cpu", "train.early_stop.patience=3"],
+     "launch.evaluate_on=cpu: its results arrive while training goes on, and train.early_stop.patience=3 would stop at "
+     "a step that depends on the CPU's speed. Use launch.evaluate_on=ranks, or leave train.early_stop.patience out."),
+    ("cpu-evaluates-one-model", ["launch.evaluate_on=cpu", "plan=dp_replicate=2 sync=average:4"],
+     "launch.evaluate_on=cpu: the plan 'dp_replicate=2 sync=average:4' synchronizes replicas every H steps, and a "
+     "checkpoint between two synchronizations has no single model. Use launch.evaluate_on=ranks, or sync=step."),
     ("patience-needs-evaluation-data", ["train.early_stop.patience=3", "data.holdout=0"],
      "train.early_stop.patience=3: there is no evaluation data (data.holdout=0 and no data.eval). Use "
      "data.holdout=0.02, or set data.eval."),
@@ -199,8 +211,9 @@ CASES = [
      "layout=user=rows: plan.tp=2: embedding tables of a layout are not built with it yet. Leave tp out, or leave "
      "the tables out of layout."),
     ("tables-need-a-plan", ["layout=user=rows", "plan=auto"],
-     "layout=user=rows: it shards embedding tables, and the planner does not count them. Write the plan, such as "
-     "plan='dp_replicate=*', or leave the tables out of layout."),
+     "layout=user=rows: it shards embedding tables, and the planner does not count them. Price the tables with weft "
+     "plan CLUSTER --tables FILE and write the plan, such as plan='dp_replicate=*', or leave the tables out of "
+     "layout."),
     ("tables-need-torch", ["layout=user=one", "launch.engine=jax"],
      "layout=user=one: it shards embedding tables, and the JAX engine does not know them. Use launch.engine=torch, or "
      "leave the tables out of layout."),

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from weft.config.energy_section import EnergySection
+from weft.config.machine_sections import EnergySection, LaunchSection
 from weft.config.privacy.section import PrivacySection
 from weft.config.sections import (
     AdapterSection,
@@ -23,7 +23,6 @@ from weft.config.sections import (
     Fraction,
     GrpoSection,
     KernelSection,
-    LaunchSection,
     MemorySection,
     MonitorSection,
     Name,

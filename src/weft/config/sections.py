@@ -253,60 +253,7 @@ class GrpoSection(Section):
     """Time limit of one request to `engine`."""
 
 
-# Resources of the machine: ranks and devices, pinned memory, GPU kernels.
-
-
-class LaunchSection(Section):
-    engine: Literal["torch", "jax"] = "torch"
-    """What computes the steps. torch: PyTorch, with one process for each rank. jax: one process compiles the step for
-    all devices with JAX; it needs the extra `jax`, and trains the default task. A run may change engines when it
-    resumes."""
-    ranks: Literal["all"] | Width = "all"
-    """Number of ranks to start on this machine; a '*' in the plan is set to fit it. all: one per GPU, or up to two on a
-    CPU."""
-    device: DeviceName = "auto"
-    """A kind of the table of devices, or the name of a device that a package registers with torch. auto: the GPUs, or
-    accelerators with collectives of their own, if there are any, else the CPU."""
-    numa: bool = True
-    """On GPUs: bind each rank, its threads and its child processes to its share of the cores of its GPU's NUMA node.
-    Cores chosen by taskset, SLURM or others stay. `weft doctor` shows the binding."""
-    timeout: Duration = "30m"
-    """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
-    warn_after: Literal["auto"] | Duration = "auto"
-    """Report a rank that has waited this long: which rank is missing, in which collective, and since when. auto: 20
-    usual or planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work.
-    `timeout` or more: no reports."""
-    route: Literal["auto", "flat", "two_level"] = "auto"
-    """Route of bytes between hosts of CPU ranks. auto: first within each host, then between hosts, if hosts have equal
-    blocks of 2, 4, 8 ... adjacent ranks of an axis, else flat; flat: each rank to all others; two_level: as auto, but
-    an error if that is impossible. Results do not depend on it. GPUs use NCCL's choice."""
-    links: str | None = Field(default=None, examples=["links.json"])
-    """Profile of the links between ranks, from `weft calibrate --hosts`: route=auto then uses the faster measured route
-    for each collective of CPU ranks, by operation and size. Default: links.json in the cache folder (WEFT_HOME), if it
-    exists. The first rank of each axis reads it and sends it to the others."""
-    restarts: Count = 0
-    """Consecutive restarts of the ranks by `weft train` after a rank died, hung or failed: from the newest good
-    checkpoint, or from the newest copy in memory (checkpoint.peer_every) if that is later. Progress since the restart
-    before resets the count. Not for ranks that torchrun or srun started."""
-    restart_pause: Duration = "5s"
-    """Pause before the first restart in a row; each further pause is twice as long, up to 5 minutes."""
-    min_ranks: Width | None = None
-    """If the same rank fails twice in a row, continue without it, with at least this many ranks: the planner makes a
-    plan for them, and the global batch stays. Default: always all ranks."""
-    on_failure: Literal["stop", "hold"] = "stop"
-    """After the last restart: stop, or pause with the devices free until `weft runs resume RUN`."""
-    replicas_apart: bool = False
-    """Under sync=diloco:H or average:H: start each replica as a separate world with its own processes, restarts and
-    checkpoints. A late or lost replica does not stop the others, and rejoins at a synchronization."""
-    meeting_timeout: Duration = "1m"
-    """How long separate replicas wait at a synchronization for a late one, and for a message or data of another one."""
-    replica: Count | None = Field(default=None, examples=[1])
-    """Start only this replica here, counted from 0, with the others on other machines. Absent: all of them here."""
-    meet_at: HostPort | None = Field(default=None, examples=["10.0.0.1:29600"])
-    """HOST:PORT of the rendezvous of replicas on several machines. The machine of replica 0 listens there."""
-    meeting_key: SecretRef | None = Field(default=None, examples=["env:WEFT_MEETING_KEY"])
-    """Shared secret of replicas on several machines, of 16 characters or more: env:NAME or file:PATH. Required unless
-    meet_at is an address of this machine (127.0.0.1)."""
+# Resources of the machine: pinned memory, GPU kernels.
 
 
 class MemorySection(Section):

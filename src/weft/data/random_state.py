@@ -33,7 +33,7 @@ def seed_generators(seed: int, *, devices: bool = True) -> None:
 
     seed: any integer. devices: seed the generators of GPUs too.
     """
-    if devices:
+    if devices and torch.accelerator.is_available():  # otherwise torch remembers each call and its stack
         torch.manual_seed(seed % 2**63)
     else:
         torch.default_generator.manual_seed(seed % 2**63)

@@ -19,6 +19,7 @@ from weft.errors import ConfigError, PlanError, Problem
 from weft.files import replace_text
 from weft.train.folder import RunFolder, free_name, new_files_like, run_folder, run_lock
 from weft.train.hooks import LEFT_OUT
+from weft.train.loop.cpu_evaluation import refuse_cpu_evaluation
 from weft.train.tasks.base import Report, Task
 from weft.train.tasks.registry import find_task
 from weft.train.weights.run_adapter import started_values, with_adapter
@@ -99,6 +100,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
         shapes = with_adapter(task.shapes(), config)
         check_optimizer(shapes, config.full_optimizer)
         started_values(shapes, config)
+    refuse_cpu_evaluation(task)
     by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
     if by not in known:
         raise ConfigError(

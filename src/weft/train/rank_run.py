@@ -35,6 +35,7 @@ from weft.train.engine import Engine, EngineJob, ReplicaWorld
 from weft.train.folder import RunFolder, run_lock
 from weft.train.hooks import Hook, Progress, steps_left_out
 from weft.train.loop.callbacks import GOES_BACK, StopReason
+from weft.train.loop.cpu_evaluation import CpuEvaluator
 from weft.train.loop.energy_hook import EnergyHook, EnergyReports, joules_of_earlier_starts, run_meter
 from weft.train.loop.injected_faults import FaultHook, asked_fault
 from weft.train.loop.observers import (
@@ -230,6 +231,10 @@ def _first_shares(plan: Plan) -> tuple[int, ...]:
     return (1,) * plan.dp_size if plan.measures_shares else plan.shares
 
 
+#: Reasons to stop after which no sample is written.
+_EARLY = (StopReason.REQUESTED, StopReason.ACTION, StopReason.STOP_AT)
+
+
 class _RankRun:
     """Creates the components of one rank's run, and runs them."""
 
@@ -245,7 +250,8 @@ class _RankRun:
         """
         engine, is_first = self.engine, self.engine.rank == 0
         others = ReplicaCoordinator(self.folder, self.config, engine)
-        checkpoints = RunCheckpoints(self.folder, self.config, engine, self.start.copies, others.elsewhere)
+        aside = self._cpu_evaluator(until_left)
+        checkpoints = RunCheckpoints(self.folder, self.config, engine, self.start.copies, others.elsewhere, aside)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = checkpoints.resume()
         if not others.rejoin(checkpoints, progress):
@@ -269,6 +275,7 @@ class _RankRun:
             requests=observers.requests.take if observers.requests else tuple,
             is_unsaved=others.is_unsaved,
             shares=LiveShares(engine, shares, progress, balancer, observers.recorder),
+            aside=aside,
         )
         until_left.enter_context(stop_on_signal(engine))
         try:
@@ -280,8 +287,7 @@ class _RankRun:
             times, shown = engine.reports.times(book, start_step), ""
             observers.recorder.on_phase("sampling")
             # Skip the sample output if a user stopped the run, to avoid a wait of some seconds.
-            early = (StopReason.REQUESTED, StopReason.ACTION, StopReason.STOP_AT)
-            wanted = stop.reason not in early and not engine.wants_stop
+            wanted = stop.reason not in _EARLY and not engine.wants_stop
             if engine.ranks.on_first(lambda: wanted):
                 shown = _sample(engine, self.task, self.folder, progress.step)
         except Exception as error:
@@ -296,6 +302,14 @@ class _RankRun:
             ending = Ending(progress, reason, shown, times)
             print_wrapped(self.terminal, closing_lines(self.folder, self.task, ending, self.start.command))
         return RunResult(progress.step, reason, parting)
+
+    def _cpu_evaluator(self, until_left: contextlib.ExitStack) -> CpuEvaluator | None:
+        """Return the evaluator of checkpoints on the CPU, on rank 0 of a run that uses it."""
+        if self.engine.rank or self.config.launch.evaluate_on != "cpu" or not self.engine.evaluates:
+            return None
+        evaluator = CpuEvaluator(self.folder, self.config, self.engine.plan)
+        until_left.callback(evaluator.close)
+        return evaluator
 
     def _done(self, step: int, notes: Sequence[str]) -> RunResult:
         """Report that an earlier start did the last step."""

@@ -13,6 +13,7 @@ from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
 from weft.config.rules.config_rule import ConfigRule, plan_of
 from weft.config.rules.engine_rules import JAX_RULES
+from weft.config.rules.evaluation_rules import EVALUATION_RULES
 from weft.config.rules.monitor_rules import energy_problems, watch_problems
 from weft.config.rules.optimizer_rules import OPTIMIZER_RULES
 from weft.config.rules.plan_rules import check
@@ -423,6 +424,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     *APART_RULES,
     *JAX_RULES,
+    *EVALUATION_RULES,
     *SHARE_CONFIG_RULES,
     ConfigRule(
         name="device-runs-plan",

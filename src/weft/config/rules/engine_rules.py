@@ -35,6 +35,8 @@ JAX_RULES: tuple[ConfigRule, ...] = (
         "adamw and sgd with fp32 states are built", "Use optimizer.name=adamw"),
     _not_under_jax("has-even-batches", "data.batching", lambda config: config.data.batching == "cost",
                    "steps have one shape", "Leave data.batching out"),
+    _not_under_jax("evaluates-itself", "launch.evaluate_on", lambda config: config.launch.evaluate_on == "cpu",
+                   "evaluation in another process is not built", "Use launch.evaluate_on=ranks"),
     _not_under_jax("draws-no-noise", "train.neftune_alpha", lambda config: bool(config.train.neftune_alpha),
                    "no random numbers are drawn in a step", "Leave train.neftune_alpha out"),
 )  # fmt: skip

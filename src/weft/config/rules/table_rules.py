@@ -41,7 +41,8 @@ TABLE_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: f"{config.layout}: plan.{_plan_problems(config)[0].message}",
     ),
     _not_with_tables("need-a-plan", "plan", lambda config: is_auto(config.plan), "the planner does not count them",
-                     "Write the plan, such as plan='dp_replicate=*'"),
+                     "Price the tables with weft plan CLUSTER --tables FILE and write the plan, such as "
+                     "plan='dp_replicate=*'"),
     _not_with_tables("need-torch", "launch.engine", lambda config: config.launch.engine == "jax",
                      "the JAX engine does not know them", "Use launch.engine=torch"),
     _not_with_tables("have-no-adapter", "adapter.rank", lambda config: config.adapter.rank > 0,

@@ -13,19 +13,21 @@ from torch import Tensor
 
 from weft.comm.collectives import all_reduce
 from weft.comm.peer import all_to_all
-from weft.parallel.tables.requests import by_lookup, by_rank, totals
-from weft.parallel.tables.table import Table, TableCall
+from weft.parallel.tables.requests import by_lookup, by_rank, joined_blocks, totals
+from weft.parallel.tables.row_sums import sum_rows
+from weft.parallel.tables.table import JoinedTables, Table, TableCall
 from weft.private_torch import split
 
 
 @torch.no_grad()
-def exchange_gradients(tables: Sequence[Table], device: torch.device) -> Tensor:
-    """Send the gradients of all lookups of a step to their ranks, and set `rows` and `grads` of each table.
+def exchange_gradients(all_joined: Sequence[JoinedTables], device: torch.device) -> Tensor:
+    """Send the gradients of all lookups of a step to their ranks, and set `rows` and `grads` of each joined table.
 
     All ranks call it. Returns this rank's part of the squared gradient norm of all tables, 0-d float64.
     """
-    _return_gradients([table for table in tables if table.dim is not None])
-    _reduce_replicated([table for table in tables if table.dim is None])
+    tables = [joined.table for joined in all_joined]
+    _return_gradients([joined for joined in all_joined if joined.table.dim is not None])
+    _reduce_replicated([joined for joined in all_joined if joined.table.dim is None])
     square = torch.zeros((), dtype=torch.float64, device=device)
     for table in tables:
         table.calls = []
@@ -34,8 +36,9 @@ def exchange_gradients(tables: Sequence[Table], device: torch.device) -> Tensor:
     return square
 
 
-def _return_gradients(tables: Sequence[Table]) -> None:
+def _return_gradients(all_joined: Sequence[JoinedTables]) -> None:
     """Return the gradients of all lookups to the ranks that hold their rows, and add them by row."""
+    tables = [joined.table for joined in all_joined]
     calls = [(table, call) for table in tables for call in table.calls]
     arrived: list[Tensor] = []
     if calls:
@@ -49,10 +52,10 @@ def _return_gradients(tables: Sequence[Table]) -> None:
             parts = split(grad, call.send) if table.dim == 0 else split(grad, widths, 1)
             pieces.append([part.reshape(-1) for part in parts])
         flat = all_to_all(by_rank(pieces), axis, send=totals(send), receive=totals(receive), most=queue.most)
-        arrived = [torch.cat(list(one)) for one in by_lookup(flat, receive)]
-    for table in tables:
+        arrived = [joined_blocks(one) for one in by_lookup(flat, receive)]
+    for joined, table in zip(all_joined, tables, strict=True):
         width, number = table.columns_of(table.axis.rank), len(table.calls)
-        _store(table, [call.wanted for call in table.calls], [one.view(-1, width) for one in arrived[:number]])
+        _store(joined, [call.wanted for call in table.calls], [one.view(-1, width) for one in arrived[:number]])
         arrived = arrived[number:]
 
 
@@ -62,29 +65,30 @@ def _gradient_of(call: TableCall) -> Tensor:
     return call.grad
 
 
-def _store(table: Table, ids: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def _store(joined: JoinedTables, ids: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Add gradients by row. ids: rows of each lookup, (M,). grads: their gradients, (M, C)."""
+    table = joined.table
     if not ids:
         table.rows = table.grads = None
         return
     rows, index = torch.cat(list(ids)).unique(return_inverse=True)
-    # A sum by index in the order of the index, on every device and in every run.
-    sums = torch.ops.aten.embedding_dense_backward(torch.cat(list(grads)), index, rows.numel(), -1, False)
-    if table.padding is not None:
-        kept = rows != table.padding
+    sums = sum_rows(grads[0] if len(grads) == 1 else torch.cat(list(grads)), index, rows.numel())
+    for padding in joined.padding:
+        kept = rows != padding
         rows, sums = rows[kept], sums[kept]
     table.rows, table.grads = rows, sums
 
 
-def _reduce_replicated(tables: Sequence[Table]) -> None:
+def _reduce_replicated(all_joined: Sequence[JoinedTables]) -> None:
     """Sum the gradients of tables that every rank holds, in one all-reduce of buffers with their shapes.
 
     A last column counts the ranks that read a row.
     """
-    if not tables:
+    if not all_joined:
         return
-    for table in tables:
-        _store(table, [call.wanted for call in table.calls], [_gradient_of(call) for call in table.calls])
+    tables = [joined.table for joined in all_joined]
+    for joined, table in zip(all_joined, tables, strict=True):
+        _store(joined, [call.wanted for call in table.calls], [_gradient_of(call) for call in table.calls])
     if tables[0].axis.size == 1:
         return
     flat = torch.cat([_with_counts(table).view(-1) for table in tables])
@@ -107,14 +111,14 @@ def _with_counts(table: Table) -> Tensor:
     return dense
 
 
-def mean_squares(table: Table) -> Tensor | None:
+def mean_squares(table: Table, grads: Tensor) -> Tensor:
     """Return the mean squared gradient of each row over all columns. All ranks call it if the style is columns.
 
-    Returns None if no rank read the table.
+    Args:
+        table: the table.
+        grads: gradients of the rows that the step read, (M, C).
     """
-    if table.grads is None:
-        return None
-    sums = table.grads.square().sum(1)
+    sums = grads.square().sum(1)
     if table.dim == 1:
         all_reduce(sums, table.axis)
     return sums / table.full_shape[1]

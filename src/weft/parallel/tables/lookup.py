@@ -1,13 +1,15 @@
 """Lookups of sharded tables: unique ids are sent to the ranks that hold their rows, which return the rows.
 
 In a train step a lookup returns a placeholder. Rows are fetched when an operation first uses a placeholder, for all
-lookups that wait then. They are a leaf of autograd, so backward communicates nothing. Letters as in `table.py`.
+lookups that wait then. They are a leaf of autograd, so backward communicates nothing. Lookups that are fetched together
+are gathered and pooled together. Letters as in `table.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NoReturn, cast
 
 import torch
@@ -18,20 +20,21 @@ from torch.nn import functional as F
 from weft.errors import ModelError
 from weft.models.keras_model import KerasEmbedding
 from weft.parallel.private_torch import plain_call, without_memory
-from weft.parallel.tables.requests import local_rows, request_rows
-from weft.parallel.tables.table import Lookup, LookupQueue, Table, TableCall
-from weft.private_torch import tree_map_only, uncompiled, version_of
+from weft.parallel.tables.requests import TableRequest, joined_blocks, request_local, request_rows
+from weft.parallel.tables.row_sums import gather_rows
+from weft.parallel.tables.table import Bags, Lookup, LookupQueue, Table, TableCall
+from weft.private_torch import split, tree_map_only, uncompiled, version_of
 
 _tensor: Any = Tensor
 
 
-def look_up(table: Table, ids: Tensor, finish: Callable[[Lookup], Tensor], shape: tuple[int, ...] | None) -> Tensor:
+def look_up(table: Table, ids: Tensor, shape: tuple[int, ...], bags: Bags | None = None) -> Tensor:
     """Return the result of a lookup, or a placeholder in a train step. All ranks call it unless the style is replicate.
 
     Args:
         ids: ids of any shape.
-        finish: returns the result from the rows of the unique ids.
-        shape: shape of the result, or None to fetch the rows now.
+        shape: shape of the result.
+        bags: how rows are pooled, or None for one row per id.
 
     Raises:
         ModelError: for an id out of range, or a lookup with gradients outside a train step.
@@ -48,13 +51,13 @@ def look_up(table: Table, ids: Tensor, finish: Callable[[Lookup], Tensor], shape
             f"table {table.name!r}: its gradients are exchanged by run.train_step, and this forward is not in a step. "
             "Use run.train_step to train, run.evaluate to evaluate, or torch.no_grad()."
         )
-    with torch.no_grad():
-        unique_U, index = ids.detach().long().unique(return_inverse=True)
-    lookup = Lookup(table, unique_U, index, finish, trains)
+    # A copy, because the caller may change the ids before the rows arrive.
+    lookup = Lookup(table, ids.detach().reshape(-1).to(torch.int64, copy=True), shape, bags, trains)
     if table.dim is None:
-        return _arrive(lookup, local_rows(table, unique_U))
+        _arrive(*request_local(lookup))
+        return result_of(lookup)
     queue.waiting.append(lookup)
-    if shape is None or not trains:
+    if not trains:
         return result_of(lookup)
     like = table.weight.detach().new_empty(0, dtype=table.compute)
     placeholder = cast(LookupResult, without_memory(LookupResult, shape, like))
@@ -78,30 +81,72 @@ def result_of(lookup: Lookup) -> Tensor:
 
 def fetch_waiting(queue: LookupQueue) -> None:
     """Fetch the rows of the waiting lookups, as many as all ranks wait for. All ranks call it."""
-    waiting = queue.waiting
     try:
-        calls, most = request_rows(
-            [one.table for one in waiting], [one.unique_U for one in waiting], [one.trains for one in waiting]
-        )
+        found, most = request_rows(queue.waiting)
     except BaseException:
-        waiting.clear()  # else the next lookup would fail too
+        queue.waiting.clear()  # else the next lookup would fail too
         raise
-    if any(one.trains for one in waiting[: len(calls)]):
+    if any(request.trains for request, _ in found):
         queue.most += most
-    for lookup, call in zip(waiting[: len(calls)], calls, strict=True):
-        _arrive(lookup, call)
-    del waiting[: len(calls)]
+    for request, call in found:
+        _arrive(request, call)
+    queue.waiting = [one for one in queue.waiting if one.result is None]
 
 
-def _arrive(lookup: Lookup, call: TableCall) -> Tensor:
-    lookup.rows_UD = call.leaf
-    assert lookup.rows_UD is not None
-    if lookup.trains:
-        lookup.rows_UD.requires_grad_()
-        lookup.table.calls.append(call)
-    with torch.set_grad_enabled(lookup.trains), _without_hooks(lookup.table.name):
-        lookup.result = lookup.finish(lookup)
-    return lookup.result
+def _arrive(request: TableRequest, call: TableCall) -> None:
+    """Set the results of the lookups of a request."""
+    lookups, leaf = request.lookups, call.leaf
+    assert leaf is not None
+    if request.trains:
+        leaf.requires_grad_()
+        request.table.calls.append(call)
+    parts = split(request.index, [len(one.ids) for one in lookups])
+    for lookup, part in zip(lookups, parts, strict=True):
+        lookup.rows_UD, lookup.index = leaf, part
+    with torch.set_grad_enabled(request.trains), _without_hooks(request.table.name):
+        results = _results(lookups)
+    for lookup, result in zip(lookups, results, strict=True):
+        lookup.result = result if lookup.trains else result.detach()
+
+
+def _results(lookups: Sequence[Lookup]) -> list[Tensor]:
+    """Return the modules' results of lookups that were fetched together."""
+    groups: dict[object, list[int]] = {}
+    for place, one in enumerate(lookups):
+        key = None if one.bag is None else (one.bag.mode, one.bag.weights is None)
+        groups.setdefault(key, []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in groups.values():
+        some = [lookups[place] for place in places]
+        joint = _gathered(some) if some[0].bag is None else _pooled(some)
+        sizes = [len(one.ids) if one.bag is None else len(one.bag.starts) for one in some]
+        # Unlike those of split, these parts may be changed in place.
+        parts = torch.unsafe_split_with_sizes(joint.to(some[0].table.compute), sizes)
+        for place, one, part in zip(places, some, parts, strict=True):
+            found[place] = part.view(one.shape)
+    return [found[place] for place in range(len(lookups))]
+
+
+def _joint_index(lookups: Sequence[Lookup]) -> Tensor:
+    return joined_blocks([one.index for one in lookups if one.index is not None])
+
+
+def _gathered(lookups: Sequence[Lookup]) -> Tensor:
+    """Return the rows of all ids of lookups, (n, D)."""
+    rows_UD = lookups[0].rows_UD
+    assert rows_UD is not None
+    return gather_rows(rows_UD, _joint_index(lookups))
+
+
+def _pooled(lookups: Sequence[Lookup]) -> Tensor:
+    """Return the bags of lookups of one mode, (B, D)."""
+    rows_UD, bags = lookups[0].rows_UD, [one.bag for one in lookups if one.bag is not None]
+    assert rows_UD is not None
+    before = accumulate((len(one.ids) for one in lookups), initial=0)
+    starts = torch.cat([one.starts + number for one, number in zip(bags, before, strict=False)])
+    weights = [one.weights for one in bags if one.weights is not None]
+    factors = torch.cat(weights) if weights else None
+    return F.embedding_bag(_joint_index(lookups), rows_UD, starts, mode=bags[0].mode, per_sample_weights=factors)
 
 
 @contextmanager
@@ -149,7 +194,7 @@ def _add_gradient(lookup: Lookup) -> None:
                 "autograd function or compiled code. Use operations that are not in place."
             )
         with torch.enable_grad():
-            result = lookup.finish(lookup)
+            result = _results([lookup])[0]
         torch.autograd.backward(result, grad.to(result.dtype))
 
 
@@ -204,7 +249,7 @@ class TableEmbedding(_TablePart, nn.Embedding):
 
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
-        return look_up(self._weft_table, input, _rows_of, (*input.shape, self.embedding_dim))
+        return look_up(self._weft_table, input, (*input.shape, self.embedding_dim))
 
 
 class KerasTable(_TablePart, KerasEmbedding):
@@ -212,13 +257,7 @@ class KerasTable(_TablePart, KerasEmbedding):
 
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
-        return look_up(self._weft_table, input, _rows_of, (*input.shape, self.embedding_dim))
-
-
-def _rows_of(lookup: Lookup) -> Tensor:
-    """Return the rows of all ids of a lookup."""
-    assert lookup.rows_UD is not None
-    return F.embedding(lookup.index, lookup.rows_UD).to(lookup.table.compute)
+        return look_up(self._weft_table, input, (*input.shape, self.embedding_dim))
 
 
 class TableBag(_TablePart, nn.EmbeddingBag):
@@ -226,37 +265,39 @@ class TableBag(_TablePart, nn.EmbeddingBag):
 
     @uncompiled
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        shape = None
-        if input.dim() == 2:
-            shape = len(input), self.embedding_dim
-        elif offsets is not None and offsets.dim() == 1:
-            shape = len(offsets) - self.include_last_offset, self.embedding_dim
-
-        # Copies, because the caller may change them before the rows arrive.
-        starts = None if offsets is None else offsets.long().clone()
-        factors = None if per_sample_weights is None else per_sample_weights.to(self._weft_table.weight.dtype).clone()
-
-        def finish(lookup: Lookup) -> Tensor:
-            assert lookup.rows_UD is not None
-            pooled = F.embedding_bag(
-                lookup.index,
-                lookup.rows_UD,
-                starts,
-                mode=self.mode,
-                per_sample_weights=factors,
+        if not self._are_bags(input, offsets, per_sample_weights):
+            # torch names the problem, before it reads a row.
+            return F.embedding_bag(
+                input, self._weft_table.weight, offsets, mode=self.mode, per_sample_weights=per_sample_weights,
                 include_last_offset=self.include_last_offset,
-                padding_idx=self._padding_in(lookup.unique_U),
-            )
-            return pooled.to(self._weft_table.compute)
+            )  # fmt: skip
+        ids, bags = self._bags(input.detach(), offsets, per_sample_weights)
+        return look_up(self._weft_table, ids, (len(bags.starts), self.embedding_dim), bags)
 
-        return look_up(self._weft_table, input, finish, shape)
+    def _are_bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> bool:
+        if weights is not None and (weights.shape != input.shape or self.mode != "sum"):
+            return False
+        if offsets is None:
+            return input.dim() == 2
+        is_flat = input.dim() == offsets.dim() == 1 and len(offsets) > 0
+        return is_flat and bool((offsets[0] == 0) & (offsets[-1] <= len(input)))
 
-    def _padding_in(self, unique_U: Tensor) -> int | None:
-        """Return the position of padding_idx among the unique ids, or None if it is not among them."""
-        if self.padding_idx is None or not unique_U.numel():
-            return None
-        position = (unique_U == self.padding_idx).nonzero().flatten().tolist()
-        return position[0] if position else None
+    def _bags(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Bags]:
+        """Return the ids that count, (n,), and their bags, without those at padding_idx and behind the last bag."""
+        if offsets is None:
+            starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]
+        else:
+            starts = offsets.detach().long().clone()  # the caller may change it before the rows arrive
+        weights = None if weights is None else weights.reshape(-1).to(self._weft_table.weight.dtype)
+        ids = ids.reshape(-1)
+        if offsets is not None and self.include_last_offset:
+            starts, last = starts[:-1], int(starts[-1])
+            ids, weights = ids[:last], weights if weights is None else weights[:last]
+        if self.padding_idx is not None:
+            counts = ids != self.padding_idx
+            starts = F.pad(counts.cumsum(0), (1, 0))[starts]
+            ids, weights = ids[counts], weights if weights is None else weights[counts]
+        return ids, Bags(starts, self.mode, weights if weights is None else weights.clone())
 
 
 def refuse_weight(name: str) -> NoReturn:

@@ -22,8 +22,9 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.placement import Placement
 from weft.parallel.tables.apply import materialize_tables, outside_model
 from weft.parallel.tables.exchange import exchange_gradients, mean_squares
+from weft.parallel.tables.joined import join_tables
 from weft.parallel.tables.lookup import open_lookups, refuse_weight
-from weft.parallel.tables.table import Table
+from weft.parallel.tables.table import JoinedTables, Table
 from weft.parallel.zero_flat.model import FlatModel
 
 #: State with the number of steps, as torch names it.
@@ -32,26 +33,43 @@ _STEP = "step"
 
 @dataclass(slots=True, eq=False)
 class TableUpdate:
-    """The optimizer of one table: its rule, the group with its learning rate, its states and number of steps."""
+    """The optimizer of tables: their rule, the group with their learning rate, their states and number of steps.
 
-    table: Table
+    Attributes:
+        joined: the tables.
+        members: those that it updates: all, or one whose group or rule differs from the others'.
+        states: states of all rows of `members`, by name.
+    """
+
+    joined: JoinedTables
+    members: list[Table]
     rule: TableOptimizer
     group: dict[str, Any]
     states: dict[str, torch.Tensor]
     step: int = 0
 
+    def states_of(self, member: Table) -> dict[str, torch.Tensor]:
+        """Return the states of the rows of a member, as views."""
+        if len(self.members) == 1:
+            return self.states
+        low, high = self.joined.spans[next(place for place, one in enumerate(self.members) if one is member)]
+        return {key: value[low:high] for key, value in self.states.items()}
+
     def run(self, factor: float) -> None:
         """Update the rows that the step read. All ranks call it. factor: factor of the gradients."""
         self.step += 1
-        table = self.table
-        if table.rows is None or table.grads is None:
+        is_whole = len(self.members) == len(self.joined.members)
+        table = self.joined.table if is_whole else self.members[0]
+        found = (table.rows, table.grads) if is_whole else self.joined.gradient_of(table) or (None, None)
+        rows, grads = found
+        if rows is None or grads is None:
             return
-        squares = mean_squares(table) if self.rule.needs_mean_squares else None
-        grads, squares = table.grads * factor, None if squares is None else squares * factor**2
+        squares = mean_squares(table, grads) if self.rule.needs_mean_squares else None
+        grads, squares = grads * factor, None if squares is None else squares * factor**2
         lr = float(self.group["lr"])
         if table.cache is None:
             self.rule.update(
-                table.weight.detach(), self.states, table.rows, grads, lr=lr, step=self.step, mean_squares_R=squares
+                table.weight.detach(), self.states, rows, grads, lr=lr, step=self.step, mean_squares_R=squares
             )
             return
 
@@ -62,7 +80,7 @@ class TableUpdate:
                 mean_squares_R=None if squares is None else squares[mine],
             )  # fmt: skip
 
-        table.cache.update(table.rows, list(self.states.values()), change)
+        table.cache.update(rows, list(self.states.values()), change)
 
 
 class TableModel(FlatModel):
@@ -89,6 +107,7 @@ class TableModel(FlatModel):
             assert isinstance(weight, nn.Parameter)
             table.weight = weight
         materialize_tables(tables, seed, filled_later, mesh.device)
+        self._all_joined = join_tables(tables)
         for table in tables:
             table.open_cache(mesh.device)
         with outside_model(tables):
@@ -105,8 +124,9 @@ class TableModel(FlatModel):
         super().begin_step()
         self._factor = 1.0
         self.queue.most = 0
+        for joined in self._all_joined:
+            joined.table.calls, joined.table.rows, joined.table.grads = [], None, None
         for table in self.tables:
-            table.calls, table.rows, table.grads = [], None, None
             if table.held is not table.weight or not table.weight.requires_grad:
                 raise ModelError(
                     f"parameter {table.name!r}: it was replaced or frozen after parallelize. Do that before "
@@ -121,11 +141,12 @@ class TableModel(FlatModel):
             if table.weight.grad is not None:
                 table.weight.grad = None
                 refuse_weight(table.name)
-            for call in table.calls:
+        for joined in self._all_joined:
+            for call in joined.table.calls:
                 call.take_gradient()
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        square = exchange_gradients(self.tables, self.device).view(1)
+        square = exchange_gradients(self._all_joined, self.device).view(1)
         sums = square if totals is None else torch.cat([totals, square])
         super().finish(sums)
         self._square = sums[-1]
@@ -169,7 +190,8 @@ class TableModel(FlatModel):
                 "optimizer ScheduleFreeAdamW: it evaluates averages of all rows, and tables change only the rows of a "
                 "step. Use AdamW."
             )
-        tables, found = {id(table.weight): table for table in self.tables}, list[TableUpdate]()
+        tables = {id(table.weight): table for table in self.tables}
+        taken: dict[int, tuple[TableOptimizer, dict[str, Any]]] = {}
         for group in optimizer.param_groups:
             members = [param for param in group["params"] if id(param) in tables]
             if not members:
@@ -189,9 +211,8 @@ class TableModel(FlatModel):
             group["params"] = [param for param in group["params"] if id(param) not in tables]
             for param in members:
                 optimizer.state.pop(param, None)
-                table = tables[id(param)]
-                found.append(TableUpdate(table, rule, group, table.states(rule)))
-        self._updates[optimizer] = found
+                taken[id(tables[id(param)])] = rule, group
+        self._updates[optimizer] = [update for joined in self._all_joined for update in _updates_of(joined, taken)]
 
     # --- full tensors ---
 
@@ -220,22 +241,22 @@ class TableModel(FlatModel):
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
         yield from super().state_slices(optimizer)
         for update in self._updates[optimizer]:
-            table = update.table
-            table.flush()
-            for key, value in update.states.items():
-                yield from table.slice_of(f"{table.name}/{key}", value, self.axes)
-            yield single_rank_slice(f"{table.name}/{_STEP}", torch.tensor(float(update.step)), table.axis.ranks[0])
+            for table in update.members:
+                table.flush()
+                for key, value in update.states_of(table).items():
+                    yield from table.slice_of(f"{table.name}/{key}", value, self.axes)
+                yield single_rank_slice(f"{table.name}/{_STEP}", torch.tensor(float(update.step)), table.axis.ranks[0])
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
         self.adopt(optimizer)
-        prefixes = tuple(f"{update.table.name}/" for update in self._updates[optimizer])
+        updates = [(update, table) for update in self._updates[optimizer] for table in update.members]
+        prefixes = tuple(f"{table.name}/" for _, table in updates)
         super().load_states(optimizer, _Without(source, prefixes))
-        for update in self._updates[optimizer]:
-            self._load(update, source)
+        for update, table in updates:
+            self._load(update, table, source)
 
     @torch.no_grad()
-    def _load(self, update: TableUpdate, source: StateSource) -> None:
-        table = update.table
+    def _load(self, update: TableUpdate, table: Table, source: StateSource) -> None:
         table.flush()
         saved = {name for name in source.entries if name.startswith(f"{table.name}/")}
         if not saved and not (update.states and source.entries):  # saved without states, or before the first step
@@ -247,10 +268,23 @@ class TableModel(FlatModel):
                 f"optimizer state {name!r}: the checkpoint {'has' if name in saved else 'lacks'} it, and the table's "
                 f"optimizer is {update.rule.name}. Resume with the optimizer of the run that saved it."
             )
-        for key, value in update.states.items():
+        for key, value in update.states_of(table).items():
             for one in table.slice_of(f"{table.name}/{key}", value, self.axes):
                 one.fill(source)
         update.step = int(read_full(source, f"{table.name}/{_STEP}"))
+
+
+def _updates_of(joined: JoinedTables, taken: Mapping[int, tuple[TableOptimizer, dict[str, Any]]]) -> list[TableUpdate]:
+    """Return the optimizers of joined tables: one, or one per table if their groups differ.
+
+    taken: rule and group of the optimizer's tables, by id.
+    """
+    members = [one for one in joined.members if id(one) in taken]
+    groups = {id(taken[id(one)][1]) for one in members}
+    if len(groups) == 1 and len(members) == len(joined.members):
+        rule, group = taken[id(members[0])]
+        return [TableUpdate(joined, members, rule, group, joined.table.states(rule))]
+    return [TableUpdate(joined, [one], *taken[id(one)], one.states(taken[id(one)][0])) for one in members]
 
 
 def add_tables(model: nn.Module, optimizer: torch.optim.Optimizer, rule: TableOptimizer) -> None:

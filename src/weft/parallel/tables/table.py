@@ -1,13 +1,14 @@
 """One embedding table of which each data rank holds some rows or columns.
 
-N rows and D columns of the full table, C columns of a rank's part, R ranks, U unique ids of a lookup.
+N rows and D columns of the full table, C columns of a rank's part, R ranks, U unique ids of a lookup, n ids of several.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -52,26 +53,43 @@ class TableCall:
 
 
 @dataclass(slots=True, eq=False)
+class Bags:
+    """How the rows of a lookup are pooled.
+
+    Attributes:
+        starts: position of the first id of each bag, (B,).
+        mode: "sum", "mean" or "max".
+        weights: factor of each row, (n,), or None.
+    """
+
+    starts: Tensor
+    mode: str
+    weights: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
 class Lookup:
     """One call of a table's module, whose rows are fetched when its result is used.
 
     Attributes:
         table: the table.
-        unique_U: the unique ids, ascending.
-        index: position of each id of the input in `unique_U`, with the input's shape.
-        finish: returns the module's result from the rows.
+        ids: the ids, (n,).
+        shape: shape of the result.
+        bag: bags that are pooled, or None for one row per id.
         trains: True if the result has gradients.
-        rows_UD: rows of the unique ids, or None until they are fetched.
+        rows_UD: rows of the unique ids of all lookups that were fetched together, or None until then.
+        index: position of each id in `rows_UD`, (n,), or None until then.
         result: the module's result, or None until the rows are fetched.
         placeholder: the tensor that the module returned, or None if it returned `result`.
     """
 
     table: Table
-    unique_U: Tensor
-    index: Tensor
-    finish: Callable[[Lookup], Tensor]
+    ids: Tensor
+    shape: tuple[int, ...]
+    bag: Bags | None
     trains: bool
     rows_UD: Tensor | None = None
+    index: Tensor | None = None
     result: Tensor | None = None
     placeholder: Tensor | None = None
 
@@ -110,6 +128,7 @@ class Table:
         host: settings of style host, or None for other styles.
         why: reason of the style.
         cache: for style host, the cache of rows. None for other styles, and until `open_cache`.
+        joined: the tables that are read and updated together with this one, from `join_tables`.
         calls: lookups of the current step.
         rows, grads: after `exchange_gradients`, rows of this rank's part that the step read, and their gradients.
     """
@@ -126,6 +145,7 @@ class Table:
     host: HostSettings | None = None
     why: str = ""
     cache: CachedRows | None = None
+    joined: JoinedTables | None = None
     calls: list[TableCall] = field(default_factory=list[TableCall])
     rows: Tensor | None = None
     grads: Tensor | None = None
@@ -141,6 +161,12 @@ class Table:
             f"table {self.name!r}: each rank holds a part of it, so the model cannot be copied or pickled. Use "
             "run.full_state_dict(model) for full tensors."
         )
+
+    @property
+    def all_joined(self) -> JoinedTables:
+        """The tables that are read and updated together with this one."""
+        assert self.joined is not None, "join_tables sets it"
+        return self.joined
 
     @property
     def tag(self) -> int:
@@ -273,10 +299,11 @@ class Table:
 
     def dense_gradient(self) -> Tensor:
         """Return the gradient of this rank's part with zeros for rows that the step did not read."""
-        dense = torch.zeros_like(self.weight)
-        if self.rows is None or self.grads is None:
+        dense, found = torch.zeros_like(self.weight), self.all_joined.gradient_of(self)
+        if found is None:
             return dense
-        return dense.index_add_(0, self.rows.to(dense.device), self.grads.to(dense.device))
+        rows, grads = found
+        return dense.index_add_(0, rows.to(dense.device), grads.to(dense.device))
 
     # --- checkpoints ---
 
@@ -296,6 +323,87 @@ class Table:
         elif value.numel():
             part = Part(shape, self.dim, (self.span,))
             yield FlatSlice(name, part, OwnershipMap.to_one(rank, value.numel()), 0, value.detach().view(-1))
+
+
+class JoinedTables:
+    """Tables that are read and updated as one.
+
+    Args:
+        table: the table with the rows of all members. A single member is itself.
+        members: its members.
+
+    Attributes:
+        spans: first row of each member in this rank's part of `table`, and its end.
+    """
+
+    def __init__(self, table: Table, members: Sequence[Table]):
+        self.table, self.members = table, members
+        sizes = [len(one.weight) for one in members]
+        self.spans = list(pairwise(accumulate(sizes, initial=0)))
+        self._places = {id(one): place for place, one in enumerate(members)}
+        rows = [one.full_shape[0] for one in members]
+        firsts = list(accumulate(rows, initial=0))
+        device = table.weight.device if table.host is None else torch.device("cpu")
+        self._limits, self._firsts = (torch.tensor(one, device=device) for one in (rows, firsts[:-1]))
+        self._borders: Tensor | None = None
+        self._shifts: Tensor | None = None
+        if table.dim == 0 and len(members) > 1:
+            starts, shifts = _pieces(members, firsts)
+            self._borders, self._shifts = torch.tensor(starts, device=device), torch.tensor(shifts, device=device)
+
+    @property
+    def is_single(self) -> bool:
+        """True if a table is read alone."""
+        return len(self.members) == 1
+
+    @property
+    def padding(self) -> list[int]:
+        """Rows at padding_idx in this rank's part, which are never trained."""
+        own = [(one.padding, low) for one, (low, _) in zip(self.members, self.spans, strict=True)]
+        return [row + low for row, low in own if row is not None]
+
+    def rows_of(self, members: Sequence[Table], ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the rows of `table` with some ids, (n,), and a 0-d bool: True if an id is not a row of its member.
+
+        Args:
+            members: the member of each lookup.
+            ids: ids of each lookup, (number,).
+        """
+        flat = ids[0] if len(ids) == 1 else torch.cat(list(ids))
+        if self.is_single:
+            return flat, ((flat < 0) | (flat >= self.table.full_shape[0])).any()
+        counts = torch.tensor([[self._places[id(one)], len(each)] for one, each in zip(members, ids, strict=True)])
+        places = torch.repeat_interleave(*counts.to(flat.device).unbind(1), output_size=len(flat))
+        outside = ((flat < 0) | (flat >= self._limits[places])).any()
+        rows = flat + self._firsts[places]
+        if self._borders is not None and self._shifts is not None:
+            rows += self._shifts[torch.bucketize(rows, self._borders, right=True)]
+        return rows, outside
+
+    def gradient_of(self, member: Table) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of a member that the step read, and their gradients, or None without any."""
+        rows, grads = self.table.rows, self.table.grads
+        if rows is None or grads is None or self.is_single:
+            return None if rows is None or grads is None else (rows, grads)
+        low, high = self.spans[self._places[id(member)]]
+        first, last = torch.searchsorted(rows, torch.tensor([low, high], device=rows.device)).tolist()
+        return rows[first:last] - low, grads[first:last]
+
+
+def _pieces(members: Sequence[Table], firsts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the borders between pieces, and what to add to the numbers of a piece's rows.
+
+    A piece is the rows of one member on one rank. Rows are numbered by member first, and the result by rank first.
+    """
+    num_ranks = members[0].axis.size
+    sizes = [[one.starts[rank + 1] - one.starts[rank] for rank in range(num_ranks)] for one in members]
+    ends, shifts = list[int](), list[int]()
+    for place, member in enumerate(members):
+        for rank in range(num_ranks):
+            before = sum(sum(one[:rank]) for one in sizes) + sum(one[rank] for one in sizes[:place])
+            ends.append(firsts[place] + member.starts[rank + 1])
+            shifts.append(before - firsts[place] - member.starts[rank])
+    return ends[:-1], shifts
 
 
 def starts_of(style: str, shape: tuple[int, int], num_ranks: int, owner: int) -> tuple[int, ...]:

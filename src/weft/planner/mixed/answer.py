@@ -102,6 +102,7 @@ class Role:
             f"role      {self.count} x {self.kind}: too slow to be ranks. {with_them}{format_seconds(self.without_s)} "
             "without them",
             f"          they could {', or '.join(uses)}",
+            "          launch.evaluate_on=cpu evaluates on the CPU of the first host instead",
         ]
 
 

@@ -14,8 +14,9 @@ from weft.errors import TrainingHalted
 from weft.monitor.alerts import RunRequest
 from weft.monitor.guards import NonFiniteGuard
 from weft.monitor.step_times import TimeBook
-from weft.train.engine import Engine
+from weft.train.engine import Engine, Evaluation
 from weft.train.hooks import Hook, Progress, SaveEnd
+from weft.train.loop.cpu_evaluation import CpuEvaluator
 
 
 class ShareChanges(Protocol):
@@ -32,6 +33,8 @@ class ShareChanges(Protocol):
 
 #: Requests after which the next start resumes from an older checkpoint.
 GOES_BACK = ("roll_back", "skip_data")
+#: Seconds of one wait of rank 0 for an evaluation on the CPU.
+_WAIT_S = 10.0
 
 
 class StopReason(enum.Enum):
@@ -138,38 +141,67 @@ class LoopState:
 
 
 class Evaluations:
-    """Evaluates every `eval.every` steps and after the last one."""
+    """Evaluates every `eval.every` steps and after the last one.
 
-    def __init__(self, loop: LoopState):
-        self._loop = loop
+    Args:
+        aside: on rank 0, evaluates checkpoints while training goes on, if `launch.evaluate_on` is "cpu".
+    """
+
+    def __init__(self, loop: LoopState, aside: CpuEvaluator | None = None):
+        self._loop, self._aside = loop, aside
+        self._is_aside = loop.config.launch.evaluate_on == "cpu"
 
     @property
     def is_due(self) -> bool:
-        """True if an evaluation follows this step."""
+        """True if the ranks evaluate after this step."""
         loop = self._loop
-        return loop.engine.evaluates and (loop.is_due(loop.config.eval.every) or loop.is_last)
+        return not self._is_aside and loop.engine.evaluates and (loop.is_due(loop.config.eval.every) or loop.is_last)
 
     def after_step(self) -> Stop | None:
         """Evaluate if due, and update the run's progress. Return a reason to stop early, or None.
 
         If a hook returns a reason to stop, `engine.wants_stop` is set.
         """
+        self._note_ended()
         if not self.is_due:
             return None
         loop, progress = self._loop, self._loop.progress
         with loop.phase("evaluating", "evaluation", "evaluates"):
             evaluation = loop.engine.evaluate()
-        rule, kept = loop.config.train.early_stop, loop.config.checkpoint
+        rule = loop.config.train.early_stop
         if math.isfinite(evaluation.loss):
             loop.sound_step = progress.step
-        progress.note_evaluation(evaluation.loss, rule.min_delta)
-        value = evaluation.loss if kept.best_by == "loss" else evaluation.metrics.get(kept.best_by)
-        progress.note_best(progress.step, kept.best_by, value, highest=kept.best_is == "highest")
-        if loop.hooks.on_evaluation(progress.step, evaluation):
-            loop.engine.wants_stop = True
+        self._note(progress.step, evaluation)
         if rule.patience is not None and progress.evaluations_without_gain >= rule.patience:
             return Stop.of(StopReason.NO_IMPROVEMENT, patience=rule.patience)
         return None
+
+    def wait(self) -> None:
+        """Wait for the evaluations of checkpoints on the CPU. All ranks call it."""
+        loop, aside = self._loop, self._aside
+        if not self._is_aside:
+            return
+        with loop.phase("evaluating", "evaluation", "waits for the evaluation on the CPU"):
+            # Rank 0 waits in slices, because the others wait for it in a collective with a time limit.
+            while loop.engine.ranks.on_first(lambda: aside is not None and aside.is_busy):
+                if aside is not None:
+                    aside.wait(_WAIT_S)
+                self._note_ended()
+
+    def _note_ended(self) -> None:
+        for step, result in self._aside.take() if self._aside is not None else ():
+            if isinstance(result, str):
+                self._loop.hooks.on_warning(step, f"step {step} is not evaluated: {result}.")
+            else:
+                self._note(step, result)
+
+    def _note(self, step: int, evaluation: Evaluation) -> None:
+        loop, kept = self._loop, self._loop.config.checkpoint
+        loop.progress.note_evaluation(evaluation.loss, loop.config.train.early_stop.min_delta)
+        value = evaluation.loss if kept.best_by == "loss" else evaluation.metrics.get(kept.best_by)
+        loop.progress.note_best(step, kept.best_by, value, highest=kept.best_is == "highest")
+        if loop.hooks.on_evaluation(step, evaluation):
+            loop.engine.wants_stop = True
 
 
 class Saves:

@@ -186,8 +186,8 @@ class Retention:
         """Record that the weights after `step` steps gave a finite loss."""
         self.good_step = max(self.good_step, step)
 
-    def prune(self, step: int, best: int | None) -> None:
-        """Delete old checkpoints after the save of `step`.
+    def prune(self, step: int, best: int | None, keeps: Callable[[int], bool] = lambda step: False) -> None:
+        """Delete old checkpoints after the save of `step`, except those that `keeps` returns True for.
 
         Raises:
             CheckpointError: if one cannot be deleted.
@@ -197,7 +197,7 @@ class Retention:
         before = [one for one in saved if one <= step]
         # The newest checkpoint with good weights, or else the second newest checkpoint.
         good = max((one for one in before if one <= self.good_step), default=max(before[:-1], default=None))
-        spared = set() if good is None else {good}
+        spared = {*filter(keeps, saved), *([] if good is None else [good])}
         if kept.keep_every:
             spared |= {one for one in saved if one % kept.keep_every == 0}
         prune_checkpoints(self.root, kept.keep, best, spared=spared, whole=step)

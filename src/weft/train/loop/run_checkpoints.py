@@ -24,6 +24,7 @@ from weft.train.folder import RunFolder
 from weft.train.hooks import Progress, SaveEnd
 from weft.train.loop.callbacks import Checkpoints
 from weft.train.loop.checkpointer import Checkpointer, Retention, Save, refuse_unfit, steps_in
+from weft.train.loop.cpu_evaluation import CpuEvaluator
 from weft.train.loop.peer_copies import Copies
 from weft.train.loop.reporting import rate_change
 from weft.units import counted
@@ -44,6 +45,7 @@ class RunCheckpoints(Checkpoints):
         home: server of in-memory copies on this host.
         elsewhere: function that takes the step of the run's newest checkpoint, and returns another location to resume
             from or None. All ranks call it.
+        aside: on rank 0, evaluates checkpoints on the CPU, which stay until then.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class RunCheckpoints(Checkpoints):
         engine: Engine,
         home: CopyHome | None = None,
         elsewhere: Callable[[int | None], Location | None] = lambda own: None,
+        aside: CpuEvaluator | None = None,
     ):
         self._config, self._engine = config, engine
+        self._keeps = (lambda step: False) if aside is None else aside.keeps
         self._in_background, self._channel = config.checkpoint.background, engine.background_ranks()
         self._checkpointer = Checkpointer(engine.ranks)
         self._retention = Retention(folder.checkpoints, config.checkpoint)
@@ -103,7 +107,7 @@ class RunCheckpoints(Checkpoints):
                 self.confirm(step)
             if self._channel.rank == 0:
                 try:
-                    self._retention.prune(step, best)
+                    self._retention.prune(step, best, self._keeps)
                 except CheckpointError as error:
                     self._ends.append(SaveEnd(step, note=str(error)))
 

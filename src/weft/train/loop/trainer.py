@@ -28,6 +28,7 @@ from weft.train.loop.callbacks import (
     Stop,
     StopReason,
 )
+from weft.train.loop.cpu_evaluation import CpuEvaluator
 from weft.train.tasks.base import Task
 
 #: Maximum number of consecutive bad steps to trace, because further ones have the same cause.
@@ -57,6 +58,7 @@ class Trainer:
         requests: returns the pending requests on rank 0; None if the run accepts no requests.
         is_unsaved: True if no checkpoint has the initial weights yet.
         shares: changes of the ranks' shares between steps, or None.
+        aside: on rank 0, evaluates checkpoints on the CPU, or None.
     """
 
     task: Task
@@ -67,14 +69,21 @@ class Trainer:
     requests: Callable[[], Sequence[RunRequest]] | None = None
     is_unsaved: bool = False
     shares: ShareChanges | None = None
+    aside: CpuEvaluator | None = None
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
 
     def __post_init__(self) -> None:
         config = self.task.config
-        self._loop = LoopState(config, self.engine, HookList(self.hooks), self.progress, self.book)
+        self._loop = LoopState(
+            config,
+            self.engine,
+            HookList([*self.hooks, *([self.aside] if self.aside else [])]),
+            self.progress,
+            self.book,
+        )
         self._garbage = GarbageTurns(config.train.collect_every)
-        self._evaluations = Evaluations(self._loop)
+        self._evaluations = Evaluations(self._loop, self.aside)
         self._saves = Saves(self._loop, self.checkpoints, is_unsaved=self.is_unsaved)
         self._requests = Requests(self._loop, self._saves, self.requests, self.shares)
         self._unread: _Launched | None = None
@@ -100,6 +109,8 @@ class Trainer:
         """
         self.book.start()
         self._loop.hooks.on_start(self.progress.step)
+        if self.aside is not None:
+            self.aside.resume(self.progress)
         self._loop.hooks.on_phase("compiling" if self.engine.plan.compile else "first step")
         with self._garbage:
             stop = self._train() or self._stop_at_end()
@@ -108,6 +119,8 @@ class Trainer:
         elif (why := self._saves.save_last()) and not (self.parting and self.parting.action == "hold"):
             # A paused run may keep an older checkpoint for the user to inspect. All other runs must be saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}")
+        if stop.reason in (StopReason.FINISHED, StopReason.STOP_AT):
+            self._evaluations.wait()
         self._end(str(stop))
         return stop
 
