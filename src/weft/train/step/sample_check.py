@@ -25,7 +25,7 @@ MOST = 4
 _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 
 
-class Computed(NamedTuple):
+class SampleResults(NamedTuple):
     """Losses of samples, their squared gradient norms, (B,) each, and the buffers that the forward changed, by name."""
 
     losses: Tensor
@@ -57,7 +57,7 @@ def check_samples(
     batch, rows = work.microbatches[index], min(MOST, samples_in(work.microbatches[index]))
     drops = drops_of(model)
 
-    def run(some: range, reverses: bool = False) -> Computed:
+    def run(some: range, reverses: bool = False) -> SampleResults:
         [few] = split_rows(batch, [some])
         numbers = _numbers_of(work.samples[index], some)
         if reverses:
@@ -74,7 +74,7 @@ def check_samples(
 
         with _unchanged(model) as changed:
             losses, norms = compute(replace(work, microbatches=[few], samples=[numbers], inside=inside))
-        return Computed(losses.detach().double(), norms, changed)
+        return SampleResults(losses.detach().double(), norms, changed)
 
     found = _beside_and_alone(run, rows)
     if found is None:
@@ -84,7 +84,7 @@ def check_samples(
         _compare_all(*found, _TOLERANCE[precision])
 
 
-def _beside_and_alone(run: Callable[..., Computed], rows: int) -> tuple[Computed, list[Computed]] | None:
+def _beside_and_alone(run: Callable[..., SampleResults], rows: int) -> tuple[SampleResults, list[SampleResults]] | None:
     """Return the results of all rows, and of each alone, or None if forward drew from torch's generators.
 
     It runs `MOST + 2` forwards, as on other ranks, which may have more rows.
@@ -98,12 +98,12 @@ def _beside_and_alone(run: Callable[..., Computed], rows: int) -> tuple[Computed
         run(range(1))
     if draws:
         return None
-    twice = Computed(torch.cat([beside.losses, back.losses.flip(0)]), torch.cat([beside.norms, back.norms.flip(0)]),
+    twice = SampleResults(torch.cat([beside.losses, back.losses.flip(0)]), torch.cat([beside.norms, back.norms.flip(0)]),
                      beside.buffers)  # fmt: skip
     return twice, alone
 
 
-def _compare_all(beside: Computed, alone: list[Computed], tolerance: float) -> None:
+def _compare_all(beside: SampleResults, alone: list[SampleResults], tolerance: float) -> None:
     for one, found in enumerate(alone * 2):
         _compare("loss", float(beside.losses[one]), float(found.losses[0]), tolerance)
         _compare("norm", float(beside.norms[one]), float(found.norms[0]), tolerance)
@@ -132,7 +132,7 @@ def _numbers_of(samples: SampleNumbers, some: range) -> SampleNumbers:
     return replace(samples, numbers=list(samples.numbers)[some.start : some.stop], rows=rows)
 
 
-def _alone(run: Callable[[range], Computed], sample: int) -> Computed:
+def _alone(run: Callable[[range], SampleResults], sample: int) -> SampleResults:
     try:
         return run(range(sample, sample + 1))
     except WeftError:
