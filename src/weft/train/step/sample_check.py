@@ -98,9 +98,9 @@ def _beside_and_alone(run: Callable[..., SampleResults], rows: int) -> tuple[Sam
         run(range(1))
     if draws:
         return None
-    twice = SampleResults(torch.cat([beside.losses, back.losses.flip(0)]), torch.cat([beside.norms, back.norms.flip(0)]),
-                     beside.buffers)  # fmt: skip
-    return twice, alone
+    losses = torch.cat([beside.losses, back.losses.flip(0)])
+    norms = torch.cat([beside.norms, back.norms.flip(0)])
+    return SampleResults(losses, norms, beside.buffers), alone
 
 
 def _compare_all(beside: SampleResults, alone: list[SampleResults], tolerance: float) -> None:
