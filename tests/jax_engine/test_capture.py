@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("jax")
 
+import jax
 import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.jax_engine.capture import capture
+from weft.jax_engine.capture import capture, to_array
 
 
 class Odd(nn.Module):
@@ -86,6 +87,51 @@ def test_branches_on_values() -> None:
 
 def test_own_backward() -> None:
     assert "_Doubled (an autograd function with its own backward)" in refusal(OwnBackward())
+
+
+class Uncommon(nn.Module):
+    """Operators with arguments that few models use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y.max() + y.min() + torch.linalg.vector_norm(y, 0) + torch.rsub(y, 1.0, alpha=2).square().sum()
+
+
+def test_uncommon_arguments() -> None:
+    torch.manual_seed(0)
+    jax.config.update("jax_enable_x64", True)
+    model, x = Uncommon().double(), torch.rand(3, 4, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch["x"]), torch.tensor(3)
+
+    captured = capture(model, loss, {"x": x})
+    arrays = {name: to_array(param) for name, param in model.named_parameters()}
+    (found, _), _ = captured(arrays, {}, captured.inputs({"x": x}, {}))
+    assert float(found) == pytest.approx(model(x).item(), rel=1e-12)
+
+
+class RoundsUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.max_pool2d(self.layer(x), 2, ceil_mode=True).mean()
+
+
+def test_arguments_without_a_form_are_refused() -> None:
+    model, batch = RoundsUp(), {"x": torch.rand(1, 1, 7, 7)}
+    captured = capture(model, lambda model, batch: (model(batch["x"]), torch.tensor(1)), batch)
+    arrays = {name: to_array(param) for name, param in model.named_parameters()}
+    with pytest.raises(
+        ModelError, match=r"aten\.max_pool2d_with_indices \(jax_engine/test_capture\.py:\d+\): its JAX "
+    ):
+        captured(arrays, {}, captured.inputs(batch, {}))
 
 
 def test_weft_does_not_import_jax() -> None:

@@ -44,6 +44,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch.UntypedStorage._cdata": None,
     "torch.UntypedStorage._new_with_weak_ptr": None,
     "torch._C._autograd._get_sequence_nr": None,
+    "torch._C._autograd._top_saved_tensors_default_hooks": None,
     "torch._C._current_autograd_node": None,
     "torch._C.DispatchKey": None,
     "torch._C.DispatchKeySet": None,

@@ -228,8 +228,14 @@ class Captured:
         for node in lines:
             # Python's own operators, such as the choice of a result or arithmetic of sizes, have no other form.
             form: Any = FORMS.get(_name(node), node.target)
-            found = form(*_filled(node.args, values), **_filled(node.kwargs, values))
-            found = _as_torch(found, node.meta.get("val"), node)
+            try:
+                found = form(*_filled(node.args, values), **_filled(node.kwargs, values))
+                found = _as_torch(found, node.meta.get("val"))
+            except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
+                raise ModelError(
+                    f"{_name(node)} ({_line(node)}): its JAX form does not have these arguments ({error}). Use "
+                    "launch.engine=torch, or write this line with other operators."
+                ) from error
             values[node] = found if self.hint is None else self.hint(found, node)
 
     def _recomputed(self, lines: list[Node], values: dict[Node, Any], later: set[Node]) -> None:
@@ -261,15 +267,16 @@ def _filled(args: Any, values: Mapping[Node, Any]) -> Any:
     return args
 
 
-def _as_torch(found: Any, expected: Any, node: Node) -> Any:
-    """Cast results to the dtypes that torch computes, and check their shapes."""
+def _as_torch(found: Any, expected: Any) -> Any:
+    """Cast results to the dtypes that torch computes. Raises ValueError if a shape differs from torch's."""
     if isinstance(expected, list | tuple):
-        return [_as_torch(one, other, node) for one, other in zip(found, expected, strict=False)]
+        return [_as_torch(one, other) for one, other in zip(found, expected, strict=False)]
     if not isinstance(expected, torch.Tensor) or found is None:
         return found
     found = jnp.asarray(found)
     found = found if found.dtype == DTYPES[expected.dtype] else found.astype(DTYPES[expected.dtype])
-    assert found.shape == tuple(expected.shape), f"{node.target}: {found.shape}, torch {tuple(expected.shape)}"
+    if found.shape != tuple(expected.shape):
+        raise ValueError(f"its result has the shape {found.shape} instead of {tuple(expected.shape)}")
     return found
 
 

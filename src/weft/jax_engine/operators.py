@@ -169,6 +169,8 @@ def _vector_norm(
     dtype: torch.dtype | None = None,
 ) -> Array:  # fmt: skip
     x = jnp.abs(x if dtype is None else x.astype(dtype_of(dtype)))
+    if order == 0:
+        return jnp.sum(x != 0, axis=_axes(dims), keepdims=keepdim).astype(x.dtype)
     if order in (math.inf, -math.inf):
         return (jnp.max if order > 0 else jnp.min)(x, axis=_axes(dims), keepdims=keepdim)
     total = jnp.sum(x if order == 1 else _pow(x, order), axis=_axes(dims), keepdims=keepdim)
@@ -180,7 +182,9 @@ def _vector_norm(
 
 
 def _extreme(choose: Callable[..., Array], pick: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    def found(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+    def found(x: Array, dim: int | None = None, keepdim: bool = False) -> Any:
+        if dim is None:
+            return pick(x)
         index = choose(x, axis=dim, keepdims=True)
         values = jnp.take_along_axis(x, index, dim)
         return (values, index) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(index, dim))
@@ -508,7 +512,8 @@ FORMS: dict[str, Callable[..., Any]] = {
     **{f"aten.{name}": form for name, form in _BINARY.items()},
     **{f"aten.{name}": _same for name in _SAME},
     **{f"aten.{name}": _nothing for name in _NOTHING},
-    "aten.add": _scaled(operator.add), "aten.sub": _scaled(operator.sub), "aten.rsub": lambda x, y, alpha=1: y - x,
+    "aten.add": _scaled(operator.add), "aten.sub": _scaled(operator.sub),
+    "aten.rsub": lambda x, y, alpha=1: y - (x if alpha == 1 else alpha * x),
     "aten.div": _divide, "aten.pow": _pow, "aten.clamp": _clamp, "aten._to_copy": _cast,
     "aten.clamp_min": lambda x, low: _clamp(x, low), "aten.clamp_max": lambda x, high: _clamp(x, None, high),
     "aten.hardtanh": lambda x, low=-1.0, high=1.0: _clamp(x, low, high),

@@ -12,5 +12,6 @@ without_functions = torch._C.DisableTorchFunction
 
 def is_checkpointed() -> bool:
     """Return True inside torch.utils.checkpoint with use_reentrant=False, whose backward runs forward again."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    untyped: Any = torch._C
+    hooks = untyped._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

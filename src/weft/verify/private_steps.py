@@ -114,8 +114,10 @@ def _train_on_rank(subject: Subject, text: str) -> dict[str, Tensor]:
     )
     privacy = Privacy(4 * size, size, case.num_steps, 1e-6, noise=_NOISE, clip=_CLIP, key=_KEY)
     optimizer = case.optimizer_of(model)
-    step = TrainStep(model, optimizer, case.loss, mesh, forward=case.forward, privacy=PrivateUpdate(privacy, mesh))
+    update = PrivateUpdate(privacy, mesh)
+    step = TrainStep(model, optimizer, case.loss, mesh, forward=case.forward, privacy=update)
     for number in range(case.num_steps):
+        update.draw()  # a step of other records than drawn ones warns
         step(case.microbatches(number, plan, mesh.data.rank))
     return {name: tensor.clone() for name, tensor in full_tensors(mesh, model).items()}
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from weft.data.text.source import SourceFile
+from weft.data.text.source import SourceFile, unique_columns
 from weft.data.text.tfrecord import BadFile, read_examples
 from weft.errors import DataError
 from weft.units import format_bytes
@@ -419,9 +419,7 @@ class RecordReader:
                 yield Broken.of(name, rows.line_num, "too long" if "limit" in str(error) else "invalid CSV", error)
                 continue
             if header is None:
-                header = row
-                if twice := next((one for one in row if one and row.count(one) > 1), None):
-                    raise DataError(f"{name}: two columns have the name {twice!r}. Rename one of them.")
+                header = unique_columns(name, row)
             elif row:
                 yield self._csv_record(rows.line_num, header, row)
 

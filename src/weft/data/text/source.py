@@ -187,3 +187,10 @@ def _source_file(relative: str, path: Path, sizes: Mapping[Path, int]) -> Source
         return SourceFile(path, str(path), data_format, compression, sizes[path], 0)
     stat = path.stat()
     return SourceFile(path.resolve(), str(path), data_format, compression, stat.st_size, stat.st_mtime_ns)
+
+
+def unique_columns(file: str, header: list[str]) -> list[str]:
+    """Return the header of a csv file. Raises DataError if two of its columns have one name."""
+    if twice := next((name for name in header if name and header.count(name) > 1), None):
+        raise DataError(f"{file}: two columns have the name {twice!r}. Rename one of them.")
+    return header
