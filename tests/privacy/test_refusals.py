@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from weft.privacy.keys import create_key, read_key
 from weft.privacy.ledger import PrivacyLedger
 from weft.privacy.settings import Privacy
 from weft.train.losses import group_loss
+from weft.train.privacy.units import numbered_values
 
 GOOD = {"records": 100, "batch": 10, "steps": 5, "delta": 1e-3, "noise": 1.0, "key": KEY}
 SETTINGS = [
@@ -180,6 +182,11 @@ def test_tasks_with_steps_of_their_own(tmp_path):
     assert len(private_records(by_user, Points())) == 15
     with pytest.raises(DataError, match=r"privacy.unit=2: record 7 has no single value in it. Its columns: 0, 1, 2."):
         private_records(by_user, Points(gap=7))
+
+
+def test_one_user_has_one_number_whatever_the_type_of_the_value():
+    values = [7, "7", 7.0, torch.tensor(7), np.float32(7), 12.5, "12.5", -0.0, 0]
+    assert numbered_values([{"user": value} for value in values], "user").tolist() == [2] * 5 + [1, 1, 0, 0]
 
 
 PLANS = [

@@ -134,6 +134,14 @@ GOLDEN = {
     "offload=params:101%": (
         "offload=params:101%: a share is a number above 0 and at most 1. Use e.g. offload=params:0.5."
     ),
+    "offload=optimizer:2/0": (
+        "offload=optimizer:2/0: each rank of pp has a share from 0 to 1, and not all are 0. Use e.g. "
+        "offload=optimizer:1/0."
+    ),
+    "recompute=50%+none": (
+        "recompute=50%+none: each rank of pp has one of none, full, attention, selective, and no budget. Use e.g. "
+        "recompute=full+none."
+    ),
     "offload=params:-1": "offload=params:-1: a share is a number above 0 and at most 1. Use e.g. offload=params:0.5.",
     "offload=params:0.5+params": "offload=params: params already has another share. Keep one.",
     "recompute=0%": (

@@ -381,6 +381,11 @@ def test_check_plan_raises_all_violations():
     check_plan(Plan())
 
 
+def test_shard_shares_of_one_rank_are_refused_once():
+    found = check(Plan.parse("dp_replicate=2 zero=1 shard_shares=3+1"), Facts())
+    assert [violation.rule for violation in found] == ["zero-needs-shard"]
+
+
 def test_divisors_and_alternatives():
     assert common_divisors(12) == [1, 2, 3, 4, 6, 12]
     assert common_divisors(36, 24) == [1, 2, 3, 4, 6, 12]

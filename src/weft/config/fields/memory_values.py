@@ -37,6 +37,9 @@ class PolicyOrBudget(Kind):
                     return "".join(value.split())
             except ValueError:
                 pass  # neither a name nor a size: rejected below with the list of allowed values
+        if isinstance(value, str) and "+" in value:
+            rule = f"each rank of pp has one of {', '.join(self.known)}, and no budget. Use e.g. {name}=full+none."
+            raise PlanError([Problem.of(name, shown(value), rule)])
         rule = f"not one of {', '.join(self.known)}, nor a budget. Use one of them, or e.g. {name}=full:8, "
         raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=12GiB or {name}=50%.")])
 
@@ -121,7 +124,11 @@ class NamedShares(ListKind):
             return word, word
         fractions = [_fraction(text) for text in share.split("/")]
         if not all(0 <= one <= 1 for one in fractions) or not any(fractions):
-            rule = f"a share is a number above 0 and at most 1. Use e.g. {name}={word}:0.5."
+            rule = (
+                f"each rank of pp has a share from 0 to 1, and not all are 0. Use e.g. {name}={word}:1/0."
+                if len(fractions) > 1
+                else f"a share is a number above 0 and at most 1. Use e.g. {name}={word}:0.5."
+            )
             raise PlanError([Problem.of(name, shown(part), rule)])
         written = "/".join(f"{one.normalize():f}" for one in fractions)
         return word, word if written == "1" else f"{word}:{written}"

@@ -128,8 +128,8 @@ def _fed_plan(plan: Plan, facts: Facts) -> Plan | None:
 
 
 def _sharding(plan: Plan, facts: Facts) -> bool:
-    """Return True if `shard_shares` divide the states of zero=1 or 2, over a fixed number of ranks."""
-    return bool(plan.shard_shares) and plan.zero in (1, 2) and facts.open_axis != "dp_shard"
+    """Return True if `shard_shares` divide the states of zero=1 or 2, over a fixed number of ranks above 1."""
+    return bool(plan.shard_shares) and plan.zero in (1, 2) and plan.dp_shard > 1 and facts.open_axis != "dp_shard"
 
 
 def _shard_list(plan: Plan) -> tuple[int, ...]:

@@ -34,6 +34,8 @@ class Units(Sequence[Any]):
 def numbered_values(samples: MapDataset, column: str, setting: str = "column") -> np.ndarray:
     """Return the number of each record's value in a column, int64, with values in the order of their texts.
 
+    Values with one text are equal: 7, "7" and 7.0, because columns with gaps are often read as floats.
+
     Args:
         samples: the records.
         column: key of a dict, or index of a tuple. "label" is the second of a tuple, or "labels" of a dict, too.
@@ -60,6 +62,8 @@ def _value(sample: Any, column: str, index: int, setting: str) -> Any:
     if callable(item := getattr(value, "item", None)):
         count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
         value = item() if count == 1 else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if value is None or value == "" or value != value or isinstance(value, list | tuple | dict):
         raise DataError(
             f"{setting}={column}: record {index} has no single value in it. Its columns: {known}. Fill the gap, or use "
