@@ -162,7 +162,7 @@ class _ConvolutionUse:
 class _Reshaped:
     """Use of a weight whose matrix form another use describes."""
 
-    use: Product
+    use: Use
     shape: tuple[int, ...]
 
     def norms(self) -> Tensor:
@@ -172,7 +172,7 @@ class _Reshaped:
         return self.use.weighted(weights_B).view(self.shape)
 
     def without(self, left_out_B: Tensor) -> Use:
-        return _Reshaped(self._use.without(left_out_B), self._shape)
+        return _Reshaped(self.use.without(left_out_B), self.shape)
 
     def per_sample(self) -> Tensor:
         found = self.use.per_sample()

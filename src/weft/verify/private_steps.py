@@ -117,7 +117,7 @@ def _train_on_rank(subject: Subject, text: str) -> dict[str, Tensor]:
     update = PrivateUpdate(privacy, mesh)
     step = TrainStep(model, optimizer, case.loss, mesh, forward=case.forward, privacy=update)
     for number in range(case.num_steps):
-        update.draw()  # a step of other records than drawn ones warns
+        update.draw(number)  # a step of other records than drawn ones warns
         step(case.microbatches(number, plan, mesh.data.rank))
     return {name: tensor.clone() for name, tensor in full_tensors(mesh, model).items()}
 
