@@ -175,13 +175,23 @@ def test_modules_of_vmap_in_each_other():
     assert step(batch_of(4)).skipped is None
 
 
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 2, 3, padding=1), nn.Conv1d(2, 2, 1, groups=2), nn.Flatten(),
+        nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: nn.Linear(WIDTH, WIDTH), convolutions, Einsum], ids=["linear", "conv", "vmap"]
+)
 @pytest.mark.parametrize("passes", [1, 2])
-def test_sample_that_is_not_finite_is_left_out(passes):
+def test_sample_that_is_not_finite_is_left_out(passes, build):
     """Otherwise one record would decide whether the step of all others counts."""
     found = []
     for bad in (None, 2):
         torch.manual_seed(0)
-        model = Net(lambda net, x: torch.tanh(net.other(x)))
+        model = Net(lambda net, x: torch.tanh(net.part(x)), build())
         step = step_of(model, passes)
         step.privacy.add_noise = lambda factor, step=step: step.privacy.ledger.add()
         x, labels = batch_of(4)

@@ -248,7 +248,7 @@ class VmapModule(Function):
 def _expect_same(found: Tensor, again: Tensor, path: str) -> None:
     """Raise ModelError if a module returned other values for single samples than for the microbatch."""
     tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(found.dtype, 5e-2)
-    size = float(found.abs().max()) if found.numel() else 0.0
+    size = float(found.nan_to_num(0.0, 0.0, 0.0).abs().max()) if found.numel() else 0.0
     if not torch.allclose(found, again, rtol=tolerance, atol=tolerance * size, equal_nan=True):
         raise ModelError(
             f"privacy: {path} returns other values for a sample alone than beside others, because it mixes samples, "
