@@ -16,10 +16,10 @@ from tests.federated.runs import InProcess, same, train, weights, write_config
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError, CommError, ConfigError
 from weft.federated.config import read_federated
 from weft.federated.server import ServerState
-from weft.federated.trainer import ClientTrainer, read_clients
+from weft.federated.trainer import ClientTrainer, read_clients, train_client
 from weft.pools.pool import Pool
 from weft.train.script.script_run import Run
 from weft.verify.rank_pool import RankPool
@@ -182,6 +182,9 @@ def test_clients_of_several_ranks(tmp_path, plan):
         train(write_config(tmp_path / name, FAULTY, plan=own), tmp_path / name / "out")
     found, want = (weights(tmp_path / name / "out") for name in ("two", "one"))
     assert max(float((found[name] - one).abs().max()) for name, one in want.items()) < 1e-10
+    unknown = {"folder": str(tmp_path / "two/out"), "round": 3, "client": 99, "steps": 1, "ranks": 2}
+    with pytest.raises(CommError, match=r"^IndexError: list index out of range$"):
+        train_client(unknown)
 
 
 def test_fedprox_adds_the_distance(tmp_path):

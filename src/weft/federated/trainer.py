@@ -22,7 +22,7 @@ from weft.config.partitioning import microbatch_samples
 from weft.config.plan import Plan
 from weft.data.order.stream import permutation
 from weft.devices import access
-from weft.errors import ConfigError
+from weft.errors import CommError, ConfigError
 from weft.federated.config import FederatedConfig
 from weft.federated.updates import ClientUpdate, Tensors, read_tensors, write_update
 from weft.optim.build import build_optimizer
@@ -40,7 +40,7 @@ from weft.train.step.train_step import TrainStep
 from weft.train.tasks.registry import find_task
 from weft.train.weights.built_model import built_model
 from weft.train.weights.run_adapter import set_values
-from weft.verify.rank_pool import RankPool
+from weft.verify.rank_pool import RankError, RankPool
 
 #: Files of a federated run's folder.
 STATE, CLIENTS, RUN = "state.safetensors", "clients.npz", "federated.json"
@@ -248,13 +248,20 @@ def train_client(item: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         item: "folder" of the run, "round", "client", its number of "steps", and the "ranks" of the plan.
+
+    Raises:
+        CommError: if one of the ranks failed, with its error in one line.
     """
     if item["ranks"] == 1:
         _train(item)
     else:
         if _Warm.ranks is None or _Warm.ranks.num_ranks != item["ranks"]:
             _Warm.ranks = RankPool(item["ranks"], timeout_s=_LONGEST_S)
-        _Warm.ranks.run(_train, item)
+        try:
+            _Warm.ranks.run(_train, item)
+        except RankError as error:
+            reason = error.said or str(error).strip().rpartition("\n")[2]
+            raise CommError(reason) from error
     return {"client": item["client"]}
 
 

@@ -26,7 +26,7 @@ from weft.privacy.private_torch import is_checkpointed, without_functions
 
 Put = Callable[[Use], None]
 
-#: Error for a model that calls torch.utils.checkpoint.
+#: Error for a model that already recomputes parts.
 CHECKPOINTED = (
     "privacy: the model runs parts of forward again in backward, by torch.utils.checkpoint, where the recorder does "
     "not see them. Turn gradient checkpointing off in the model."

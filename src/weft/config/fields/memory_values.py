@@ -22,8 +22,7 @@ _SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
 class PolicyOrBudget(Kind):
     """A recompute policy, a policy for the first N blocks of each rank ("full:8"), or a budget ("12GiB", "50%").
 
-    A list has a policy for each rank of a pipeline ("full+none"). The planner's first columns
-    have the policy of rank 0.
+    A list has a policy for each rank of a pipeline ("full+none"). The planner's first columns have rank 0's policy.
     """
 
     known: tuple[str, ...]
