@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from weft.config.privacy.section import most_drawn
+from weft.config.privacy.largest_draw import most_drawn
 from weft.errors import PlanError
 from weft.privacy.accounting import Steps, epsilon_of, noise_for
 from weft.privacy.draws import drawn

@@ -8,7 +8,7 @@ import torch
 
 from tests.privacy.private_cases import LIMIT, PrivateCase, difference, plain, records, script
 from weft.config.plan import Plan
-from weft.config.privacy.section import most_drawn
+from weft.config.privacy.largest_draw import most_drawn
 from weft.devices import access
 from weft.errors import PlanError
 from weft.planner.cost.private_draws import factor_bytes, in_largest_draw

@@ -13,7 +13,7 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce, barrier
 from weft.comm.mesh import Mesh
-from weft.config.privacy.section import most_drawn
+from weft.config.privacy.largest_draw import most_drawn
 from weft.errors import CheckpointError, ConfigError, ModelError, PlanError, WeftWarning
 from weft.parallel.state.flat_slices import PlacedPart
 from weft.parallel.state.gradients import data_parallel

@@ -42,7 +42,7 @@ def plan(
 
     The last column is the noise on the mean gradient in units of the clipping norm: smaller is better.
     """
-    from weft.config.privacy.section import most_drawn
+    from weft.config.privacy.largest_draw import most_drawn
     from weft.privacy.settings import Privacy
 
     chosen = 0.1 / max(records, 1) if delta is None else delta

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -50,12 +49,3 @@ class PrivacySection(BudgetSection):
     free memory, else two, which take less."""
     canaries: Count = 0
     """Records whose presence a coin decides, for `weft privacy audit`: about half of them are never drawn."""
-
-
-def most_drawn(mean: float, rate: float, steps: int, chance: float = 1e-6) -> int:
-    """Return a size that no Poisson draw of a run exceeds, except with probability `chance`, by Bernstein's inequality.
-
-    mean: expected size. rate: probability of a record, or 0 for any number of records.
-    """
-    log = math.log(steps / chance)
-    return math.ceil(mean + log / 3 + math.sqrt(log * log / 9 + 2 * log * mean * (1 - rate)))

@@ -15,7 +15,6 @@ from weft.config.fields.plan_text import split_plan
 from weft.config.partitioning import bucket_bytes
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
 from weft.config.rules.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
-from weft.config.rules.privacy_rules import fixed_by_privacy, private_plan_problems
 from weft.config.rules.rule import Facts, Rule
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.config.shapes.model_spec import ModelSpec
@@ -117,6 +116,9 @@ class Question:
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
         decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
         if planned.config is not None and planned.config.privacy.is_on:
+            # Here, because pydantic takes as long to import as a simple question takes to answer.
+            from weft.config.rules.privacy_rules import fixed_by_privacy, private_plan_problems
+
             decided = {**fixed_by_privacy(), **({} if machines.device.is_cpu else {"precision": "bf16"}), **decided}
             if refused := private_plan_problems(Plan().replace(**decided)):
                 raise PlanError(refused)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.config.privacy.section import PrivacySection, most_drawn
+from weft.config.privacy.largest_draw import most_drawn
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.config.shapes.model_spec import DecoderWidths
 from weft.config.shapes.traced_model import TracedModel
@@ -20,6 +20,7 @@ from weft.planner.space.shape import Shape
 from weft.units import counted, parse_count
 
 if TYPE_CHECKING:
+    from weft.config.privacy.section import PrivacySection
     from weft.config.sections import AdapterSection, OptimizerGroup
 
 #: (inputs, outputs) of a linear layer.
