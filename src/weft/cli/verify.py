@@ -89,8 +89,6 @@ def verify(
     if not (text := plan if plan is not None else subject.plan):
         raise PlanError("plan=: give --plan, or --all with a number of ranks.")
     one = Plan.parse(text)
-    if not as_json:
-        print(f"model    {model}")
     raise typer.Exit(_verify_private(subject, one, as_json) if privacy else _verify_one(subject, one, engine, as_json))
 
 
@@ -141,7 +139,7 @@ def _verify_one(subject: Subject, plan: Plan, engine: str, as_json: bool) -> int
     else:
         for note in verifier.notes:
             print_line(note)
-        print("\n".join(describe(verdict)))
+        print("\n".join([f"model    {subject.source}", *describe(verdict)]))
     return 0 if verdict.passed else 1
 
 
@@ -151,7 +149,8 @@ def _verify_private(subject: Subject, plan: Plan, as_json: bool) -> int:
 
     check_subject(subject, plan)
     verdict = verify_private(subject, plan)
-    print(json.dumps(verdict.to_json()) if as_json else "\n".join(describe_private(verdict)))
+    lines = [f"model    {subject.source}", *describe_private(verdict)]
+    print(json.dumps(verdict.to_json()) if as_json else "\n".join(lines))
     return 0 if verdict.passed else 1
 
 

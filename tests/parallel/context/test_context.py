@@ -100,7 +100,7 @@ def evaluation(text):
     batches = [case.batch(step) for step in range(2)]
     task = DecoderTask()
     task.config = RunConfig()
-    task.text = SimpleNamespace(bytes_of=lambda labels, weights: labels[labels != -100].double().sum())
+    task._text_bytes = SimpleNamespace(of=lambda labels, weights: labels[labels != -100].double().sum())
     return evaluate(model, batches, mesh, task)
 
 

@@ -64,9 +64,9 @@ def test_broken_rule_comes_first_with_a_plan_that_fixes_it(question):
     assert text.splitlines()[:4] == [
         "plan    dp_replicate=4 tp=2 zero=3 accumulation=16 precision=bf16",
         "why not zero=3: ZeRO shards over dp_shard and cp, and both are 1. "
-        "Use zero=0, dp_shard=2 or more, or offload=params with zero=3.",
+        "Use dp_shard=4 tp=2 zero=3 accumulation=16 precision=bf16, or zero=0.",
         "changes that mend it, the smallest first",
-        "  without zero                                 12.5 s a step; 39.8 GiB, fits (99%)",
+        "  without dp_replicate dp_shard=4              12.5 s a step; 17.2 GiB, fits (99%)",
     ]
 
 
