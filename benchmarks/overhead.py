@@ -26,9 +26,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from weft.config.machine_sections import LaunchSection
 from weft.config.plan import Plan
 from weft.config.run_config import DataSection, ModelSection, RunConfig, TrainSection
-from weft.config.sections import LaunchSection
 from weft.config.shapes.model_spec import resolve_decoder
 from weft.data.store.prepare import prepare_data
 from weft.models.registry import build_decoder

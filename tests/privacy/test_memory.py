@@ -9,7 +9,7 @@ import torch
 from tests.privacy.private_cases import LIMIT, PrivateCase, difference, plain, records, script
 from weft.config.plan import Plan
 from weft.config.privacy.largest_draw import most_drawn
-from weft.devices import access
+from weft.devices import host_memory
 from weft.errors import PlanError
 from weft.planner.cost.private_draws import factor_bytes, in_largest_draw
 from weft.planner.search.question import Question
@@ -19,7 +19,7 @@ from weft.privacy.factors import Direct, Product, kept_bytes
 
 @pytest.mark.parametrize("free, passes", [(2**30, 1), (2**10, 2)])
 def test_passes_follow_free_memory(monkeypatch, free, passes):
-    monkeypatch.setattr(access, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free)
     case = PrivateCase("net", "accumulation=2")
     run, model, step = script(case)
     assert step._passes.passes == 0

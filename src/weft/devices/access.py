@@ -9,10 +9,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
@@ -20,8 +18,6 @@ from torch.profiler import ProfilerActivity
 from weft.devices.kinds import HOST_BACKEND, KINDS, DeviceKind, noun, other_kind
 from weft.errors import PlanError
 
-#: File with the memory limit of this process's container.
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 #: Names that a device's module in torch has if the device has streams.
 _STREAM_NAMES = ("Stream", "Event", "stream", "current_stream")
 #: Kinds by type of torch.device, of devices that this process has used.
@@ -263,18 +259,6 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of an accelerator; None if the device does not report them, or is the host."""
     module: Any = _module(device) if is_accelerator(device) else None
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
-
-
-def free_host_bytes() -> int:
-    """Return the memory in bytes that is available on this machine, or in its container if that is less."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = int(_CGROUP_LIMIT.read_text())
-        stat = dict(line.split() for line in _CGROUP_LIMIT.with_name("memory.stat").read_text().splitlines())
-        used = int(_CGROUP_LIMIT.with_name("memory.current").read_text()) - int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no limit
-        return free
-    return max(0, min(free, limit - used))
 
 
 def total_bytes(device: torch.device) -> int:

@@ -116,12 +116,7 @@ class Question:
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
         decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
         if planned.config is not None and planned.config.privacy.is_on:
-            # Here, because pydantic takes as long to import as a simple question takes to answer.
-            from weft.config.rules.privacy_rules import fixed_by_privacy, private_plan_problems
-
-            decided = {**fixed_by_privacy(), **({} if machines.device.is_cpu else {"precision": "bf16"}), **decided}
-            if refused := private_plan_problems(Plan().replace(**decided)):
-                raise PlanError(refused)
+            decided = _fixed_in_private_runs(decided, machines.device)
         _expect_divisors(decided, machines.num_devices)
         _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
@@ -306,6 +301,17 @@ def read_fixed(text: str) -> dict[str, Any]:
     plan = Plan.from_mapping(words)
     values = {name: getattr(plan, name) for name in words}
     return {name: value for name, value in values.items() if not value or value != PLAN_FIELDS[name].auto_value}
+
+
+def _fixed_in_private_runs(decided: Mapping[str, Any], device: DeviceSpec) -> dict[str, Any]:
+    """Return `decided` with the fields that privacy fixes. Raises PlanError for untested values."""
+    # Here, because pydantic takes as long to import as a simple question takes to answer.
+    from weft.config.rules.privacy_rules import fixed_by_privacy, private_plan_problems
+
+    found = {**fixed_by_privacy(), **({} if device.is_cpu else {"precision": "bf16"}), **decided}
+    if refused := private_plan_problems(Plan().replace(**found)):
+        raise PlanError(refused)
+    return found
 
 
 def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:

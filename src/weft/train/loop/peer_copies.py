@@ -15,7 +15,7 @@ from weft.checkpoint.load import newest_checkpoint
 from weft.checkpoint.object_store import Location, StorePath
 from weft.checkpoint.peer_copies import CopyHome, copies_at
 from weft.checkpoint.targets import target_at
-from weft.devices.access import free_host_bytes
+from weft.devices.host_memory import free_host_bytes
 from weft.errors import CheckpointError, ConfigError
 from weft.units import format_bytes
 

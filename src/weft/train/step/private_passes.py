@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
-from weft.devices import access
+from weft.devices import access, host_memory
 from weft.monitor.step_times import Meter
 from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
 from weft.parallel.random.streams import SampleNumbers
@@ -94,7 +94,7 @@ class PrivateAccumulate(Accumulate):
         units = -(-self._update.most_drawn // (self._mesh.data.size * plan.microbatches_per_step))
         free = access.free_bytes(device)
         if free is None:
-            free = access.free_host_bytes() // self._mesh.world_size
+            free = host_memory.free_host_bytes() // self._mesh.world_size
         found = torch.tensor([row_bytes * rows * units > free / 2], dtype=torch.float64, device=device)
         if self._mesh.world_size > 1:
             found = all_reduce(found, self._mesh.world, op="max")
