@@ -157,10 +157,8 @@ unit = "document"
 """
 
 
-FULL_PLANS = [pytest.param(plan, marks=pytest.mark.full) for plan in ("dp_replicate=2", "auto")]
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=1", *FULL_PLANS])
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_replicate=1", "dp_replicate=2", "auto"])
 def test_documents_of_token_files(tmp_path, monkeypatch, capfd, plan):
     """Documents of several sequences are drawn whole, and a resumed run draws the same ones."""
     monkeypatch.chdir(tmp_path)
