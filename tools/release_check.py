@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import venv
 import zipfile
 from pathlib import Path
@@ -92,6 +93,25 @@ def use(artifact: Path, version: str, folder: Path) -> None:
         if words == ("version",) and version not in output:
             raise SystemExit(f"error: weft version prints {output!r}, not {version}.")
         print(f"  weft {' '.join(words)}: {time.monotonic() - started:.1f} s", flush=True)
+    visit_dashboard(programs, work)
+
+
+def visit_dashboard(programs: Path, work: Path) -> None:
+    """Start `weft watch`, read its page and its list of runs, and stop it."""
+    command = [str(programs / "weft"), "watch", "runs", "--port", "0"]
+    with subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            address = re.search(r"http://\S+", line)
+            if address is None:
+                raise SystemExit(f"error: weft watch prints {line!r}, without an address.")
+            with urllib.request.urlopen(address[0], timeout=30) as page:
+                if b"<html" not in page.read():
+                    raise SystemExit(f"error: {address[0]} is not a page.")
+        finally:
+            server.terminate()
+    print("  weft watch runs: its page opens", flush=True)
 
 
 def main() -> None:
