@@ -73,6 +73,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return (yield)
     finally:
         if nextitem is None or nextitem.path != item.path:
+            if (absl := sys.modules.get("absl.logging")) is not None:
+                # dp_accounting imports absl, whose handler has pytest's stream of the moment. uvicorn closes handlers,
+                # and absl closes its stream then, unless it is the process's own.
+                absl.get_absl_handler().python_handler.stream = sys.__stderr__
             gc.collect()
             gc.freeze()
 
