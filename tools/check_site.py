@@ -50,9 +50,12 @@ def search_place(page: Any, address: str, words: str, expected: str) -> int:
 
 
 def phone_faults(page: Any, address: str, name: str) -> list[str]:
-    """Return what is wrong with a page on a phone."""
+    """Return the layout faults, script errors and broken pictures of a page at a phone's width."""
     faults: list[str] = []
-    note = lambda error: faults.append(f"script error: {error}")  # noqa: E731
+
+    def note(error: Any) -> None:
+        faults.append(f"script error: {error}")
+
     page.on("pageerror", note)
     page.goto(f"{address}/{name}")
     page.wait_for_load_state("load")

@@ -116,3 +116,38 @@ def test_lookup_after_a_wrong_id():
         with pytest.raises(WeftError, match="id 9: table 'table' has 9 rows"):
             model(torch.tensor([9]))
         assert model(torch.tensor([8])).shape == (1,)
+
+
+class Bags(nn.Module):
+    """Two bags of one width, which are pooled together."""
+
+    def __init__(self, offsets: list[int]):
+        super().__init__()
+        self.first, self.second = (nn.EmbeddingBag(ROWS, WIDTH, mode="sum") for _ in range(2))
+        self.offsets = torch.tensor(offsets)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.first(ids, self.offsets) + self.second(ids, torch.tensor([0, 2, 4]))).sum(1)
+
+
+def sum_of_bags(offsets: list[int]) -> Any:
+    torch.manual_seed(0)
+    plan = Plan.parse("precision=fp64")
+    run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+    model = run.parallelize(Bags(offsets).double(), layout="{first,second}=rows")
+    return run.train_step(model, torch.optim.SGD, sums, lr=0.1, check_batch=False)(torch.arange(5)).loss
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 1], [0, 9, 4], [1, 2, 4], [0, 2, 6]])
+def test_offsets_that_are_not_in_order_are_refused(offsets):
+    """Pooled together, such a bag would have rows of another lookup."""
+    sum_of_bags([0, 3, 5])
+    with pytest.raises(
+        WeftError, match="table 'first': its offsets do not rise from 0 to at most the number of ids, 5"
+    ):
+        sum_of_bags(offsets)
+
+
+def test_offsets_are_whole_numbers():
+    with pytest.raises(RuntimeError):
+        sum_of_bags([0.0, 1.5, 4.0])  # type: ignore[list-item]

@@ -32,9 +32,10 @@ class LaunchSection(Section):
     """On GPUs: bind each rank, its threads and its child processes to its share of the cores of its GPU's NUMA node.
     Cores chosen by taskset, SLURM or others stay. `weft doctor` shows the binding."""
     evaluate_on: Literal["ranks", "cpu"] = "ranks"
-    """Where a run evaluates. cpu: a process next to rank 0 evaluates checkpoints on the CPU, in float32 (float64 under
-    precision=fp64), while training goes on; a result has the step of its checkpoint. If it is slower than training, the
-    newest checkpoint that waits is evaluated, and the others are left out with a warning."""
+    """Device of evaluations. ranks: the run's ranks evaluate between steps. cpu: a separate process on the first host
+    evaluates checkpoints in float32 (float64 under precision=fp64) while training continues. Each result has the step
+    of its checkpoint. If evaluation is slower than training, only the newest waiting checkpoint is evaluated, with a
+    warning for each skipped one."""
     timeout: Duration = "30m"
     """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
     warn_after: Literal["auto"] | Duration = "auto"

@@ -151,7 +151,7 @@ class RecommendReader:
                 row[f"bag.{one.module}"] = np.array(self._indices(record, one), np.int64)
             if schema.numbers:
                 values = [number_of(record, one, record.value(one.name, OPTION)) for one in schema.numbers]
-                row["numbers"] = np.array(values, np.float64)  # float32 cannot tell times in milliseconds apart
+                row["numbers"] = np.array(values, np.float64)  # float32 is too coarse for milliseconds
             if (label := schema.label) is not None:
                 row["label"] = np.array([label_of(record, label, record.value(label.name, OPTION))], np.float32)
             if (time := schema.time) is not None:

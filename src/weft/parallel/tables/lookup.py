@@ -26,6 +26,7 @@ from weft.parallel.tables.table import Bags, Lookup, LookupQueue, Table, TableCa
 from weft.private_torch import split, tree_map_only, uncompiled, version_of
 
 _tensor: Any = Tensor
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def look_up(table: Table, ids: Tensor, shape: tuple[int, ...], bags: Bags | None = None) -> Tensor:
@@ -40,7 +41,7 @@ def look_up(table: Table, ids: Tensor, shape: tuple[int, ...], bags: Bags | None
         ModelError: for an id out of range, or a lookup with gradients outside a train step.
         CommError: if another rank has an id out of range.
     """
-    if ids.dtype not in (torch.int64, torch.int32):
+    if ids.dtype not in _INTEGERS:
         raise ModelError(
             f"table {table.name.rpartition('.')[0]!r}: its ids are {str(ids.dtype).removeprefix('torch.')}, and ids "
             "are int64 or int32. Convert them by ids.long()."
@@ -279,8 +280,15 @@ class TableBag(_TablePart, nn.EmbeddingBag):
             return False
         if offsets is None:
             return input.dim() == 2
-        is_flat = input.dim() == offsets.dim() == 1 and len(offsets) > 0
-        return is_flat and bool((offsets[0] == 0) & (offsets[-1] <= len(input)))
+        if input.dim() != 1 or offsets.dim() != 1 or not len(offsets) or offsets.dtype not in _INTEGERS:
+            return False
+        if not bool((offsets[0] == 0) & (offsets[-1] <= len(input)) & (offsets.diff() >= 0).all()):
+            # Bags of several lookups are pooled together, where torch would read rows of other lookups.
+            raise ModelError(
+                f"table {self._weft_table.name.rpartition('.')[0]!r}: its offsets do not rise from 0 to at most the "
+                f"number of ids, {len(input)}. Give the position at which each bag starts, in order."
+            )
+        return True
 
     def _bags(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Bags]:
         """Return the ids that count, (n,), and their bags, without those at padding_idx and behind the last bag."""

@@ -61,7 +61,7 @@ class PrivateAccumulate(Accumulate):
     def _check(self, work: Work) -> None:
         """Check, in the first step and in the first one with two rows in a microbatch, that rows do not mix.
 
-        All data ranks decide alike, because under zero=3 a forward communicates.
+        All data ranks make the same decision, because a forward under zero=3 runs collectives.
 
         Raises ModelError if they do, or if a parameter's gradient is computed outside the recorder.
         """

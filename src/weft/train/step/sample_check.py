@@ -1,4 +1,4 @@
-"""Check of private steps that a sample is computed alike alone and beside another one."""
+"""Check that a private step computes each sample independently of the other samples in its batch."""
 
 from __future__ import annotations
 
