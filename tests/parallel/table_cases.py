@@ -106,13 +106,15 @@ class Script:
     cache: float = 0.3
     folder: str = ""
     device: str = "cpu"
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         plan = Plan.parse(f"{self.case.plan} precision=fp64")
         self.ledger = Ledger()
         self.run = weft.Run(plan, build_mesh(plan, self.device, self.ledger.record), self.ledger, seed=0)
         self.model = self.run.parallelize(
-            model(), layout=self.case.layout, table_cache=self.cache, table_folder=self.folder
+            model(), layout=self.case.layout, table_cache=self.cache, table_folder=self.folder,
+            table_prefetch=self.prefetch,
         )
         self.step = self.run.train_step(
             self.model, torch.optim.AdamW, loss_fn, forward=forward, max_grad_norm=self.case.clip,

@@ -27,3 +27,6 @@ class TableSection(Section):
     """Share of the rows that the device caches, for tables with style host."""
     folder: str = ""
     """Folder of a mapped file for each table with style host and each of its states. "": host memory."""
+    prefetch: bool = False
+    """Fetch the rows that the next microbatch looks up under this one's backward. It changes no number, and saves time
+    if the ranks' connection is slow."""

@@ -78,6 +78,20 @@ class DataParallel(Protocol):
         """Return the context for forward and backward of a microbatch. last: True for the last one of a step."""
         ...
 
+    @property
+    def prefetches(self) -> bool:
+        """True if `prefetch` does something."""
+        ...
+
+    def prefetch(self, microbatch: Any, following: Any) -> None:
+        """Begin to fetch what the next microbatch needs from other ranks. All ranks call it, after each forward.
+
+        Args:
+            microbatch: this microbatch.
+            following: the next microbatch, or None if it is unknown.
+        """
+        ...
+
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait until gradients are sums over all data ranks; each rank has its shard of the sums.
 

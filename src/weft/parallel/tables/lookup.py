@@ -7,7 +7,7 @@ are gathered and pooled together. Letters as in `table.py`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NoReturn, cast
@@ -20,40 +20,43 @@ from torch.nn import functional as F
 from weft.errors import ModelError
 from weft.models.keras_model import KerasEmbedding
 from weft.parallel.private_torch import plain_call, without_memory
-from weft.parallel.tables.requests import TableRequest, joined_blocks, request_local, request_rows
+from weft.parallel.tables.requests import joined_blocks, request_local, request_rows
 from weft.parallel.tables.row_sums import gather_rows
-from weft.parallel.tables.table import Bags, Lookup, LookupQueue, Table, TableCall
+from weft.parallel.tables.table import Bags, Lookup, LookupQueue, Table, TableCall, TableRequest
 from weft.private_torch import split, tree_map_only, uncompiled, version_of
 
 _tensor: Any = Tensor
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def look_up(table: Table, ids: Tensor, shape: tuple[int, ...], bags: Bags | None = None) -> Tensor:
+def look_up(
+    table: Table,
+    inputs: tuple[Tensor | None, ...],
+    ids_of: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    ids: Tensor | None = None,
+    bags: Bags | None = None,
+) -> Tensor:
     """Return the result of a lookup, or a placeholder in a train step. All ranks call it unless the style is replicate.
 
     Args:
-        ids: ids of any shape.
+        inputs: tensors that determine the ids.
+        ids_of: returns the ids of such tensors.
         shape: shape of the result.
+        ids: the ids, which the caller does not change later, or None for those of `ids_of`.
         bags: how rows are pooled, or None for one row per id.
 
     Raises:
         ModelError: for an id out of range, or a lookup with gradients outside a train step.
         CommError: if another rank has an id out of range.
     """
-    if ids.dtype not in _INTEGERS:
-        raise ModelError(
-            f"table {table.name.rpartition('.')[0]!r}: its ids are {str(ids.dtype).removeprefix('torch.')}, and ids "
-            "are int64 or int32. Convert them by ids.long()."
-        )
     queue, trains = table.queue, torch.is_grad_enabled()
     if trains and not queue.is_open:
         raise ModelError(
             f"table {table.name!r}: its gradients are exchanged by run.train_step, and this forward is not in a step. "
             "Use run.train_step to train, run.evaluate to evaluate, or torch.no_grad()."
         )
-    # A copy, because the caller may change the ids before the rows arrive.
-    lookup = Lookup(table, ids.detach().reshape(-1).to(torch.int64, copy=True), shape, bags, trains)
+    lookup = Lookup(table, ids_of(*inputs) if ids is None else ids, shape, bags, trains, inputs, ids_of)
     if table.dim is None:
         _arrive(*request_local(lookup))
         return result_of(lookup)
@@ -83,15 +86,26 @@ def result_of(lookup: Lookup) -> Tensor:
 def fetch_waiting(queue: LookupQueue) -> None:
     """Fetch the rows of the waiting lookups, as many as all ranks wait for. All ranks call it."""
     try:
-        found, most = request_rows(queue.waiting)
+        found, most = _prefetched(queue) or request_rows(queue.waiting)
     except BaseException:
         queue.waiting.clear()  # else the next lookup would fail too
         raise
+    if queue.is_open and queue.prefetches and not queue.first:
+        queue.first = queue.waiting[: sum(len(request.lookups) for request, _ in found)]
     if any(request.trains for request, _ in found):
         queue.most += most
     for request, call in found:
         _arrive(request, call)
     queue.waiting = [one for one in queue.waiting if one.result is None]
+
+
+def _prefetched(queue: LookupQueue) -> tuple[list[tuple[TableRequest, TableCall]], int] | None:
+    """Return the result of `request_rows` if the rows were prefetched. All ranks call it."""
+    if not queue.is_open or queue.prefetch is None:
+        return None
+    prefetch, queue.prefetch = queue.prefetch, None
+    found = prefetch.calls(queue.waiting)
+    return None if found is None else (found, prefetch.most)
 
 
 def _arrive(request: TableRequest, call: TableCall) -> None:
@@ -182,7 +196,7 @@ def open_lookups(queue: LookupQueue) -> Generator[None]:
         for lookup in queue.deferred:
             _add_gradient(lookup)
     finally:
-        queue.is_open, queue.waiting, queue.deferred = False, [], []
+        queue.is_open, queue.waiting, queue.deferred, queue.first = False, [], [], []
 
 
 def _add_gradient(lookup: Lookup) -> None:
@@ -244,13 +258,22 @@ class _TablePart(nn.Module):
             raise WeightRefused(_refusal(self._weft_table.name))
         return super().__getattr__(name)
 
+    def _ids_of(self, input: Tensor) -> Tensor:
+        """Return ids of any shape as a new int64 tensor, (n,), because the caller may change them."""
+        if input.dtype not in _INTEGERS:
+            raise ModelError(
+                f"table {self._weft_table.name.rpartition('.')[0]!r}: its ids are "
+                f"{str(input.dtype).removeprefix('torch.')}, and ids are int64 or int32. Convert them by ids.long()."
+            )
+        return input.detach().reshape(-1).to(torch.int64, copy=True)
+
 
 class TableEmbedding(_TablePart, nn.Embedding):
     """An nn.Embedding whose table is sharded."""
 
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
-        return look_up(self._weft_table, input, (*input.shape, self.embedding_dim))
+        return look_up(self._weft_table, (input,), self._ids_of, (*input.shape, self.embedding_dim))
 
 
 class KerasTable(_TablePart, KerasEmbedding):
@@ -258,7 +281,7 @@ class KerasTable(_TablePart, KerasEmbedding):
 
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
-        return look_up(self._weft_table, input, (*input.shape, self.embedding_dim))
+        return look_up(self._weft_table, (input,), self._ids_of, (*input.shape, self.embedding_dim))
 
 
 class TableBag(_TablePart, nn.EmbeddingBag):
@@ -272,8 +295,15 @@ class TableBag(_TablePart, nn.EmbeddingBag):
                 input, self._weft_table.weight, offsets, mode=self.mode, per_sample_weights=per_sample_weights,
                 include_last_offset=self.include_last_offset,
             )  # fmt: skip
-        ids, bags = self._bags(input.detach(), offsets, per_sample_weights)
-        return look_up(self._weft_table, ids, (len(bags.starts), self.embedding_dim), bags)
+        ids, bags = self._bags(input, offsets, per_sample_weights)
+        inputs = input, offsets
+        return look_up(self._weft_table, inputs, self._ids_in_bags, (len(bags.starts), self.embedding_dim), ids, bags)
+
+    def _ids_in_bags(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """Return the ids that count, (n,)."""
+        if not self._are_bags(input, offsets, None):
+            raise ModelError(f"table {self._weft_table.name!r}: its ids and offsets do not form bags.")
+        return self._bags(input, offsets, None)[0]
 
     def _are_bags(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> bool:
         if weights is not None and (weights.shape != input.shape or self.mode != "sum"):
@@ -297,7 +327,7 @@ class TableBag(_TablePart, nn.EmbeddingBag):
         else:
             starts = offsets.detach().long().clone()  # the caller may change it before the rows arrive
         weights = None if weights is None else weights.reshape(-1).to(self._weft_table.weight.dtype)
-        ids = ids.reshape(-1)
+        ids = self._ids_of(ids)
         if offsets is not None and self.include_last_offset:
             starts, last = starts[:-1], int(starts[-1])
             ids, weights = ids[:last], weights if weights is None else weights[:last]

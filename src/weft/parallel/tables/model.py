@@ -23,7 +23,8 @@ from weft.parallel.state.placement import Placement
 from weft.parallel.tables.apply import materialize_tables, outside_model
 from weft.parallel.tables.exchange import exchange_gradients, mean_squares
 from weft.parallel.tables.joined import join_tables
-from weft.parallel.tables.lookup import open_lookups, refuse_weight
+from weft.parallel.tables.lookup import fetch_waiting, open_lookups, refuse_weight
+from weft.parallel.tables.prefetch import Prefetch, next_lookups, start_prefetch
 from weft.parallel.tables.table import JoinedTables, Table
 from weft.parallel.zero_flat.model import FlatModel
 
@@ -113,6 +114,8 @@ class TableModel(FlatModel):
         with outside_model(tables):
             super().__init__(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
         self.tables, self.queue = tables, tables[0].queue
+        self._is_last = False
+        self._prefetch: Prefetch | None = None  # the last one, also once it is used
         self._updates: dict[torch.optim.Optimizer, list[TableUpdate]] = {}
         self._square = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._factor = 1.0
@@ -135,6 +138,7 @@ class TableModel(FlatModel):
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
+        self._is_last = last
         with super().microbatch(last), open_lookups(self.queue):
             yield
         for table in self.tables:
@@ -145,7 +149,22 @@ class TableModel(FlatModel):
             for call in joined.table.calls:
                 call.take_gradient()
 
+    @property
+    def prefetches(self) -> bool:
+        return self.queue.prefetches
+
+    def prefetch(self, microbatch: Any, following: Any) -> None:
+        queue = self.queue
+        if not queue.prefetches:
+            return
+        while queue.waiting:
+            fetch_waiting(queue)
+        lookups, axis = next_lookups(queue.first, microbatch, following), self.tables[0].axis
+        self._prefetch = queue.prefetch = start_prefetch(lookups, axis, self.device, self._is_last)
+
     def finish(self, totals: torch.Tensor | None = None) -> None:
+        if self._prefetch is not None:
+            self._prefetch.check_calls()
         square = exchange_gradients(self._all_joined, self.device).view(1)
         sums = square if totals is None else torch.cat([totals, square])
         super().finish(sums)
@@ -168,8 +187,12 @@ class TableModel(FlatModel):
         before = self._factor
         super().update(optimizer, factor)  # may call `scale`
         self._factor = before * factor
+        if self._prefetch is not None:
+            self._prefetch.check_versions()
         for update in self._updates[optimizer]:
             update.run(self._factor)
+        if self._prefetch is not None:
+            self._prefetch.accept_update()
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
         raise ModelError(

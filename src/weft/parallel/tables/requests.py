@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from weft.comm.mesh import Axis
-from weft.comm.peer import all_to_all, largest_counts
+from weft.comm.peer import all_to_all, largest_counts, start_all_to_all
+from weft.comm.pending import Pending
 from weft.errors import CommError, ModelError
-from weft.parallel.tables.table import JoinedTables, Lookup, Table, TableCall
+from weft.parallel.tables.table import Lookup, TableCall, TableRequest
 from weft.private_torch import split
 
 #: Count that a rank sends to all others if its input has an id out of range.
@@ -23,34 +24,31 @@ _REFUSED = -1
 #: Lookups that one exchange can join. A message has as many tags of lookups, and as many counts, padded with 0.
 _AT_ONCE = 64
 
+#: Numbers by request and rank.
+Counts = list[list[int]]
+
 
 @dataclass(slots=True, eq=False)
-class TableRequest:
-    """The lookups of one joined table.
+class Agreement:
+    """The lookups that all ranks can make now.
 
     Attributes:
-        joined: the tables.
-        lookups: lookups of its members, in order of the calls.
-        unique_U: the unique rows of the joined table that they read, ascending.
-        index: position of each id in `unique_U`, (n,), one lookup after another.
-        is_outside: 0-d bool: True if an id is not a row of its table.
+        lookups: the first lookups of this rank, as many as every rank has.
+        requests: the same lookups by joined table.
+        send, receive: numbers of ids that this rank requests from each rank, and that each requests from it.
+        other: the first lookup where another rank has another table, or None.
     """
 
-    joined: JoinedTables
-    lookups: list[Lookup]
-    unique_U: Tensor
-    index: Tensor
-    is_outside: Tensor
+    lookups: Sequence[Lookup]
+    requests: list[TableRequest]
+    send: Counts
+    receive: Counts
+    other: Lookup | None
 
     @property
-    def table(self) -> Table:
-        """The joined table."""
-        return self.joined.table
-
-    @property
-    def trains(self) -> bool:
-        """True if a lookup has gradients."""
-        return any(one.trains for one in self.lookups)
+    def is_refused(self) -> bool:
+        """True if a rank has an id out of range; equal on all ranks."""
+        return any(_REFUSED in one for one in (*self.send, *self.receive))
 
 
 def _requests(lookups: Sequence[Lookup]) -> list[TableRequest]:
@@ -93,35 +91,84 @@ def request_rows(lookups: Sequence[Lookup]) -> tuple[list[tuple[TableRequest, Ta
         CommError: if another rank has an id out of range.
     """
     axis = lookups[0].table.axis
-    requests, send, receive = _agree(lookups[:_AT_ONCE], axis)
-    widths = [[one.table.columns_of(rank) for rank in range(axis.size)] for one in requests]
-    own = [one[axis.rank] for one in widths]
-    to_send = [[count * width for count in one] for one, width in zip(receive, own, strict=True)]
-    to_receive = [[c * width for c, width in zip(*one, strict=True)] for one in zip(send, widths, strict=True)]
-    most_ids, most_rows = largest_counts((totals(send), totals(to_send)), axis, requests[0].unique_U.device)
+    agreed = agree_on_lookups(lookups, axis, lookups[0].ids.device)
+    if agreed.other is not None:
+        raise ModelError(
+            f"table {agreed.other.table.name!r}: another rank looks up another table at this point of its forward. "
+            "Call the same tables in the same order on all ranks, or leave the tables out of layout."
+        )
+    if agreed.is_refused:
+        _refuse(agreed.lookups, axis)
+    exchange = RowExchange(agreed, axis)
+    rows = exchange.start(exchange.wanted, agreed.receive, agreed.send).wait()
+    return exchange.calls(exchange.received(rows, agreed.send)), exchange.most
 
-    message = by_rank([_for_ranks(one, counts) for one, counts in zip(requests, send, strict=True)])
-    if all(one.table.full_shape[0] < 2**31 for one in requests):
-        message = message.int()
-    arrived = all_to_all(message, axis, send=totals(send), receive=totals(receive), most=most_ids)
-    wanted = [joined_blocks(one).long() for one in by_lookup(arrived, receive)]
-    for request, one in zip(requests, wanted, strict=True):
-        if request.table.dim == 0:
-            one.sub_(request.table.span[0])
 
-    rows = [one.table.read(ids, one.trains).view(-1) for one, ids in zip(requests, wanted, strict=True)]
-    flat = all_to_all(
-        by_rank([split(one, sizes) for one, sizes in zip(rows, to_send, strict=True)]),
-        axis, send=totals(to_send), receive=totals(to_receive), most=most_rows,
-    )  # fmt: skip
-    found: list[tuple[TableRequest, TableCall]] = []
-    for place, (request, blocks) in enumerate(zip(requests, by_lookup(flat, to_receive), strict=True)):
-        if request.table.dim == 0:
-            leaf = joined_blocks(blocks).view(-1, own[place])
-        else:
-            leaf = torch.cat([one.view(-1, width) for one, width in zip(blocks, widths[place], strict=True)], 1)
-        found.append((request, TableCall(leaf, wanted[place], send[place], receive[place])))
-    return found, most_rows
+class RowExchange:
+    """The exchange of rows for lookups on which all ranks agree. The constructor exchanges ids.
+
+    Args:
+        agreed: lookups that are valid on all ranks. All ranks of the axis construct the object.
+
+    Attributes:
+        wanted: by request, the rows of this rank's part that ranks read, (M,), in order of the ranks.
+        most_ids, most: maximum numbers of ids, and of elements of rows, that any rank sends to another.
+    """
+
+    def __init__(self, agreed: Agreement, axis: Axis):
+        self.agreed, self._axis = agreed, axis
+        requests, send, receive = agreed.requests, agreed.send, agreed.receive
+        self._widths = [[one.table.columns_of(rank) for rank in range(axis.size)] for one in requests]
+        self._own = [one[axis.rank] for one in self._widths]
+        self.most_ids, self.most = largest_counts(
+            (totals(send), totals(self._to_send(receive))), axis, requests[0].unique_U.device
+        )
+        message = by_rank([_for_ranks(one, counts) for one, counts in zip(requests, send, strict=True)])
+        if all(one.table.full_shape[0] < 2**31 for one in requests):
+            message = message.int()
+        arrived = all_to_all(message, axis, send=totals(send), receive=totals(receive), most=self.most_ids)
+        self.wanted = [joined_blocks(one).long() for one in by_lookup(arrived, receive)]
+        for request, one in zip(requests, self.wanted, strict=True):
+            if request.table.dim == 0:
+                one.sub_(request.table.span[0])
+
+    def _to_send(self, give: Counts) -> Counts:
+        return [[count * width for count in one] for one, width in zip(give, self._own, strict=True)]
+
+    def _to_receive(self, take: Counts) -> Counts:
+        return [[c * width for c, width in zip(*one, strict=True)] for one in zip(take, self._widths, strict=True)]
+
+    def start(self, rows: Sequence[Tensor], give: Counts, take: Counts) -> Pending:
+        """Begin to send rows of this rank's part. All ranks call it.
+
+        Args:
+            rows: by request, the rows to send, in order of the ranks.
+            give: their number by request and rank.
+            take: number of rows that arrive, by request and rank.
+        """
+        requests, to_send, to_receive = self.agreed.requests, self._to_send(give), self._to_receive(take)
+        values = [one.table.read(some, one.trains).view(-1) for one, some in zip(requests, rows, strict=True)]
+        message = by_rank([split(one, sizes) for one, sizes in zip(values, to_send, strict=True)])
+        return start_all_to_all(
+            message, self._axis, send=totals(to_send), receive=totals(to_receive), most=self.most
+        )
+
+    def received(self, message: Tensor, take: Counts) -> list[Tensor]:
+        """Return the rows of a message by request, (number, D)."""
+        found: list[Tensor] = []
+        for place, blocks in enumerate(by_lookup(message, self._to_receive(take))):
+            if self.agreed.requests[place].table.dim == 0:
+                found.append(joined_blocks(blocks).view(-1, self._own[place]))
+            else:
+                parts = zip(blocks, self._widths[place], strict=True)
+                found.append(torch.cat([one.view(-1, width) for one, width in parts], 1))
+        return found
+
+    def calls(self, rows: Sequence[Tensor]) -> list[tuple[TableRequest, TableCall]]:
+        """Return the requests with their rows, (U, D) each."""
+        agreed = self.agreed
+        each = zip(agreed.requests, rows, self.wanted, agreed.send, agreed.receive, strict=True)
+        return [(request, TableCall(*some)) for request, *some in each]
 
 
 def _for_ranks(request: TableRequest, counts: list[int]) -> Sequence[Tensor]:
@@ -161,34 +208,36 @@ def joined_blocks(blocks: Sequence[Tensor]) -> Tensor:
     return filled[0].as_strided((sum(one.numel() for one in filled),), (1,))
 
 
-def _agree(lookups: Sequence[Lookup], axis: Axis) -> tuple[list[TableRequest], list[list[int]], list[list[int]]]:
-    """Return the requests of the lookups that all ranks wait for, and what each rank sends and receives.
+def agree_on_lookups(lookups: Sequence[Lookup], axis: Axis, device: torch.device) -> Agreement:
+    """Find the first lookups that all ranks have, and exchange their numbers of ids. All ranks call it.
 
-    The counts of ids, requested from each rank and by each rank, are lists by request of lists by rank.
+    Args:
+        lookups: the lookups of this rank, of which at most 64 are considered. All over `axis`.
+        axis: the data ranks.
+        device: device of the ids.
     """
-    tags = [one.table.tag for one in lookups]
+    lookups = lookups[:_AT_ONCE]
     while True:
+        tags = [one.table.tag for one in lookups]
         requests = _requests(lookups)
-        counts = [_counts(one, axis) for one in requests]
-        head = torch.tensor(tags + [0] * (_AT_ONCE - len(tags)), device=lookups[0].ids.device).expand(axis.size, -1)
-        tail = torch.stack(counts, 1)
-        sent_RP = torch.cat([head, tail, tail.new_zeros(axis.size, _AT_ONCE - len(counts))], 1)
-        arrived_RP = all_to_all(sent_RP, axis)
+        head = torch.tensor(tags + [0] * (_AT_ONCE - len(tags)), device=device).expand(axis.size, -1)
+        tail = head.new_zeros(axis.size, _AT_ONCE)
+        for place, one in enumerate(requests):
+            tail[:, place] = _counts(one, axis)
+        sent_RP = torch.cat([head, tail], 1)
         # The only wait for the device.
-        sent, arrived = torch.stack([sent_RP, arrived_RP]).tolist()
+        sent, arrived = torch.stack([sent_RP, all_to_all(sent_RP, axis)]).tolist()
         waits = [sum(map(bool, one[:_AT_ONCE])) for one in arrived]
         common = min(waits)
-        _expect_same(lookups[:common], tags[:common], [one[:common] for one in arrived])
-        if max(waits) == common:
+        other = next((place for place in range(common) if any(one[place] != tags[place] for one in arrived)), None)
+        if max(waits) == common or other is not None:
             break
         # Another rank waits for fewer lookups. All ranks count those again.
-        lookups, tags = lookups[:common], tags[:common]
+        lookups = lookups[:common]
     send, receive = (
         [[one[_AT_ONCE + place] for one in each] for place in range(len(requests))] for each in (sent, arrived)
     )
-    if any(_REFUSED in one for one in (*send, *receive)):
-        _refuse(lookups, axis)
-    return requests, send, receive
+    return Agreement(lookups, requests, send, receive, None if other is None else lookups[other])
 
 
 def _counts(request: TableRequest, axis: Axis) -> Tensor:
@@ -199,16 +248,6 @@ def _counts(request: TableRequest, axis: Axis) -> Tensor:
     else:
         counts_R = unique_U.new_full((axis.size,), unique_U.numel())
     return torch.where(request.is_outside, _REFUSED, counts_R)
-
-
-def _expect_same(lookups: Sequence[Lookup], tags: Sequence[int], others: Sequence[Sequence[int]]) -> None:
-    """Raise ModelError, on all ranks, if the ranks look up different tables."""
-    for place, one in enumerate(lookups):
-        if any(other[place] != tags[place] for other in others):
-            raise ModelError(
-                f"table {one.table.name!r}: another rank looks up another table at this point of its forward. Call the "
-                "same tables in the same order on all ranks, or leave the tables out of layout."
-            )
 
 
 def _refuse(lookups: Sequence[Lookup], axis: Axis) -> None:

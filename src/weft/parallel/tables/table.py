@@ -6,10 +6,10 @@ N rows and D columns of the full table, C columns of a rank's part, R ranks, U u
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,8 @@ class Lookup:
         shape: shape of the result.
         bag: bags that are pooled, or None for one row per id.
         trains: True if the result has gradients.
+        inputs: tensors that the module was called with and that determine the ids.
+        ids_of: returns the ids, copied, of a call with other inputs. Raises ModelError for invalid ones.
         rows_UD: rows of the unique ids of all lookups that were fetched together, or None until then.
         index: position of each id in `rows_UD`, (n,), or None until then.
         result: the module's result, or None until the rows are fetched.
@@ -88,10 +90,28 @@ class Lookup:
     shape: tuple[int, ...]
     bag: Bags | None
     trains: bool
+    inputs: tuple[Tensor | None, ...]
+    ids_of: Callable[..., Tensor]
     rows_UD: Tensor | None = None
     index: Tensor | None = None
     result: Tensor | None = None
     placeholder: Tensor | None = None
+
+
+class PrefetchedRows(Protocol):
+    """Rows of the next lookups that are on their way."""
+
+    @property
+    def most(self) -> int:
+        """Maximum number of elements of rows that any rank sends to another."""
+        ...
+
+    def calls(self, waiting: Sequence[Lookup]) -> list[tuple[TableRequest, TableCall]] | None:
+        """Return the requests of the first waiting lookups with their rows, or None if they must be fetched again.
+
+        All ranks call it.
+        """
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -103,12 +123,18 @@ class LookupQueue:
         waiting: lookups whose rows are not fetched yet, in order of the calls.
         deferred: lookups of the microbatch that returned a placeholder.
         most: maximum number of elements of gradients that any rank sends to another after the microbatches so far.
+        prefetches: True if the rows of the next microbatch are fetched under this one's backward.
+        first: lookups of the microbatch whose rows were fetched first, if it prefetches.
+        prefetch: rows of the next lookups that are on their way, or None.
     """
 
     is_open: bool = False
     waiting: list[Lookup] = field(default_factory=list[Lookup])
     deferred: list[Lookup] = field(default_factory=list[Lookup])
     most: int = 0
+    prefetches: bool = False
+    first: list[Lookup] = field(default_factory=list[Lookup])
+    prefetch: PrefetchedRows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -388,6 +414,35 @@ class JoinedTables:
         low, high = self.spans[self._places[id(member)]]
         first, last = torch.searchsorted(rows, torch.tensor([low, high], device=rows.device)).tolist()
         return rows[first:last] - low, grads[first:last]
+
+
+@dataclass(slots=True, eq=False)
+class TableRequest:
+    """The lookups of one joined table.
+
+    Attributes:
+        joined: the tables.
+        lookups: lookups of its members, in order of the calls.
+        unique_U: the unique rows of the joined table that they read, ascending.
+        index: position of each id in `unique_U`, (n,), one lookup after another.
+        is_outside: 0-d bool: True if an id is not a row of its table.
+    """
+
+    joined: JoinedTables
+    lookups: list[Lookup]
+    unique_U: Tensor
+    index: Tensor
+    is_outside: Tensor
+
+    @property
+    def table(self) -> Table:
+        """The joined table."""
+        return self.joined.table
+
+    @property
+    def trains(self) -> bool:
+        """True if a lookup has gradients."""
+        return any(one.trains for one in self.lookups)
 
 
 def _pieces(members: Sequence[Table], firsts: Sequence[int]) -> tuple[list[int], list[int]]:

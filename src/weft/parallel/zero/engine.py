@@ -135,6 +135,13 @@ class ZeroEngine(DataParallel, ABC):
         self.precision = Precision.of(mesh.plan)
         self.axes = AxisMap(mesh, placements or {}, sharded=sharded)
 
+    @property
+    def prefetches(self) -> bool:
+        return False
+
+    def prefetch(self, microbatch: Any, following: Any) -> None:
+        """Do nothing. Tables override it."""
+
     def _materialise(self, model: nn.Module, seed: int | None, filled_later: bool) -> Materialise:
         """Check the model on all ranks, and return the object that materializes its meta parameters."""
         self.axes.check_names(model)

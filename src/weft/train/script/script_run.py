@@ -102,6 +102,7 @@ class Run(ScriptSteps, ScriptState, ScriptWeights):
         example: Any = None,
         table_cache: float = 0.05,
         table_folder: str | Path = "",
+        table_prefetch: bool = False,
     ) -> nn.Module:
         """Apply the plan to the model, in place. Call it before building the optimizer.
 
@@ -131,6 +132,8 @@ class Run(ScriptSteps, ScriptState, ScriptWeights):
             table_cache: share of the rows that the device caches, for embedding tables with style host.
             table_folder: folder of a mapped file for each table with style host and each of its states; "" for host
                 memory.
+            table_prefetch: fetch the rows of tables that the next microbatch looks up under this one's backward. For
+                `run.train_step`, to whose steps `next_batch` passes the next step's batch.
 
         Raises:
             ModelError: if the plan cannot train the model, such as one in float64 under another precision.
@@ -140,6 +143,7 @@ class Run(ScriptSteps, ScriptState, ScriptWeights):
             layout=Layout.read(layout) if isinstance(layout, str | Path) else layout, seed=self.seed,
             pinned_limit=pinned_limit, norm_group=norm_group, bf16_layers=bf16_layers, fp8_recipe=fp8_recipe,
             example=example, host_tables=HostSettings(table_cache, str(table_folder)),
+            prefetches_tables=table_prefetch,
         )  # fmt: skip
         self._models.add(model)
         return model

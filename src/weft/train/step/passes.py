@@ -137,7 +137,8 @@ class Work:
 
     `loss` and `inside` return the loss function and the context of a microbatch by its index. Sum and count of each
     microbatch's losses are stored in `losses`, and added to `sums`, (2,) float64. The loss is multiplied by `scale`
-    before backward. With `may_replay`, a recorded graph may run instead of the model's code.
+    before backward. With `may_replay`, a recorded graph may run instead of the model's code. `following` is the first
+    microbatch of the next step, or None if it is unknown.
     """
 
     microbatches: Sequence[Any]
@@ -149,6 +150,7 @@ class Work:
     draws: Draws
     inside: Inside
     may_replay: bool = True
+    following: Any = None
 
 
 class Accumulate:
@@ -173,6 +175,7 @@ class Accumulate:
     def run_one(self, work: Work, index: int) -> None:
         """Run one microbatch, after the generators have been seeded."""
         last = index == len(work.microbatches) - 1
+        following = work.following if last else work.microbatches[index + 1]
         with self.engine.microbatch(last), self.sharded_sequences(), work.inside(index):
             microbatch = self.shard(work.microbatches[index])
             with self.meter.phase("forward"):
@@ -183,6 +186,7 @@ class Accumulate:
                     loss_sum, num_tokens = loss_sum * 0, num_tokens * 0
                 work.sums[0] += loss_sum.detach()
                 work.sums[1] += num_tokens
+                self.engine.prefetch(microbatch, following)
             with self.meter.phase("backward"):
                 (loss_sum * work.scale).backward()
 

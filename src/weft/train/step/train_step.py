@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft.comm.mesh import Mesh
-from weft.errors import WeftWarning
+from weft.errors import ModelError, WeftWarning
 from weft.memory.graph_recorder import Recorder
 from weft.monitor.step_times import Meter
 from weft.optim.step_decision import LossScale
@@ -115,7 +115,9 @@ class TrainStep:
             self._first = FirstStep(self._passes, self._state, self.mesh, checks_batch=check_batch)
 
     @explains_failures
-    def __call__(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> StepMetrics:
+    def __call__(
+        self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None, *, next_batch: Any = None
+    ) -> StepMetrics:
         """Train on this rank's part of one global batch.
 
         Args:
@@ -127,12 +129,14 @@ class TrainStep:
                 them from the run's seed, the model's step count and the microbatch's first sample, and restores the
                 generators after the step.
             dropout_key: seed of this step's dropout masks, equal on all ranks. None uses the model's step count.
+            next_batch: the batch of the next step, or None. With `table_prefetch`, its rows of tables are fetched under
+                this step's backward. It changes no result.
         """
         if self.privacy is not None:
             self.privacy.begin_step()
         first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
         with nullcontext() if first is None else first.watching():
-            totals = self._compute(batch, seeds, dropout_key, checks=checks, first=first)
+            totals = self._compute(batch, seeds, dropout_key, checks=checks, first=first, next_batch=next_batch)
         with self._meter.phase("reduce"):
             is_late = first is None and not totals.needs_host and self._update.can_read_late()
             # If results are not late, this is a step's only wait for the device: one copy of all numbers of the
@@ -183,6 +187,7 @@ class TrainStep:
     def _compute(
         self, batch: Any, seeds: Sequence[int] | None, dropout_key: int | None, *, checks: Sequence[StepCheck] = (),
         first: FirstStep | None = None, is_again: bool = False, factor: float = 1.0, backward_seed: int | None = None,
+        next_batch: Any = None,
     ) -> StepTotals:  # fmt: skip
         """Compute the gradients of a batch. Return the sums from which the update decides whether the step is applied.
 
@@ -205,8 +210,9 @@ class TrainStep:
             losses = self.microbatch_losses = {}
             loss = self._loss.of_step(samples, losses, backward_seed)
             inside = self._state.inside(samples, draws.key)
+            following = self._first_microbatch(next_batch)
             self._passes.run(
-                Work(microbatches, samples, loss, losses, scale, totals.sums, draws, inside, may_replay=not is_again)
+                Work(microbatches, samples, loss, losses, scale, totals.sums, draws, inside, not is_again, following)
             )
             self._state.start()
             if not self._counts_tokens:
@@ -216,6 +222,20 @@ class TrainStep:
                 self._engine.finish(totals.vector)
                 totals.finish(self._engine.norm())
         return totals
+
+    @property
+    def prefetches(self) -> bool:
+        """True if a step uses `next_batch`."""
+        return self._engine.prefetches
+
+    def _first_microbatch(self, next_batch: Any) -> Any:
+        """Return the first microbatch of the next step, or None."""
+        if next_batch is None or not self._engine.prefetches:
+            return None
+        try:
+            return self._split(next_batch)[0][0]
+        except ModelError:  # the next step raises it
+            return None
 
     def compute_again(
         self,

@@ -63,6 +63,7 @@ def lay_out(
         fp8_recipe=config.train.fp8_recipe,
         noise=noise,
         host_tables=HostSettings(config.tables.cache, config.tables.folder),
+        prefetches_tables=config.tables.prefetch,
     )
     if weights is not None and reads:
         with mesh.pulse.doing("reads the pretrained weights"):
