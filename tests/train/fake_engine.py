@@ -60,7 +60,7 @@ class FakeEngine:
     """Gradient descent with momentum on [slope, offset]."""
 
     rank, device, wants_stop, asks, evaluates = 0, "cpu", False, False, True
-    replicas, ranks = None, RankGroup()
+    replicas, ranks, prefetches = None, RankGroup(), False
 
     def __init__(self, job: EngineJob):
         self.plan, self.config, self.pulse, self.meter = job.plan, job.config, Heartbeat(), Meter()
@@ -70,7 +70,7 @@ class FakeEngine:
     def build(self) -> None:
         self.weights, self.momentum = self.task.build(), np.zeros(2)
 
-    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
+    def step(self, batches: Sequence[Any], number: int, lr_factor: float, following: Any = None) -> StepResult:
         ((x, y),) = batches
         fit = self.weights[0] * x + self.weights[1]
         off, (loss, count) = fit - y, self.task.loss(fit, (x, y))

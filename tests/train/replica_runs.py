@@ -34,14 +34,14 @@ FORKSERVER.set_forkserver_preload(["tests.train.replica_runs", "weft.train.rank_
 class PausedEngine(TorchEngine):
     """Engine that waits before step N (from 0) while the run folder has a file hold_N. It writes at_N when it waits."""
 
-    def step(self, batches, number, lr_factor):
+    def step(self, batches, number, lr_factor, following=None):
         folder = self._job.folder.path
         (folder / f"at_{number}").touch()
         while (folder / f"hold_{number}").exists():
             if self.wants_stop:
                 break
             time.sleep(0.005)
-        return super().step(batches, number, lr_factor)
+        return super().step(batches, number, lr_factor, following)
 
 
 def run_quietly(path: str, replica: int, address: str) -> None:

@@ -26,7 +26,7 @@ from weft.train.step.update import WeightUpdate
 class LateEngine:
     """Log calls in `acts`. bad: steps without a finite loss. late: whether results are late."""
 
-    device, wants_stop, evaluates = "cpu", False, True
+    device, wants_stop, evaluates, prefetches = "cpu", False, True, False
 
     def __init__(self, acts, *, bad=(), late=True):
         self.acts, self.bad, self.late = acts, bad, late
@@ -37,7 +37,7 @@ class LateEngine:
     def reports(self):
         return SimpleNamespace(peak_flops=lambda: None)
 
-    def step(self, batches, number, lr_factor):
+    def step(self, batches, number, lr_factor, following=None):
         step = number + 1
         self.acts.append(f"launch {step}")
         found = StepResult(math.nan if step in self.bad else 1.0, 1.0, 8, wants_stop=self.wants_stop)

@@ -6,7 +6,7 @@ With the host copy, indices can be checked and document boundaries found without
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -103,6 +103,25 @@ def check_batch(holder: Tensor, given: Tensor) -> None:
         values = torch.empty_like(values).copy_(values)  # same strides as `holder`
     for one in checks:
         one.look(_same_part(one.part, holder, values))
+
+
+# Iteration with one batch ahead.
+
+
+def with_next(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each batch with the next one, or None behind the last. An error in a batch is raised in its turn."""
+    iterator = iter(batches)
+    batch = next(iterator, None)
+    while batch is not None:
+        following, error = None, None
+        try:
+            following = next(iterator, None)
+        except Exception as found:
+            error = found
+        yield batch, following
+        if error is not None:
+            raise error
+        batch = following
 
 
 # Batch containers: tensors in tuples, lists, mappings and dataclasses, nested as collate functions produce them.

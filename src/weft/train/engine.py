@@ -287,7 +287,14 @@ class Engine(Protocol):
         """The training batches of this rank."""
         ...
 
-    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
+    @property
+    def prefetches(self) -> bool:
+        """True if `step` uses the batches of the step after it."""
+        ...
+
+    def step(
+        self, batches: Sequence[Any], number: int, lr_factor: float, following: Sequence[Any] | None = None
+    ) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
         A `LateResult` must be read after the next call to `step`, or before any other call to the engine.
@@ -296,6 +303,7 @@ class Engine(Protocol):
             batches: the microbatches in order.
             number: steps done before this one. All random seeds derive from it.
             lr_factor: factor of each group's peak learning rate.
+            following: microbatches of the next step, or None if they are unknown. They change no result.
         """
         ...
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from weft.config import partitioning as shares
+from weft.data.batches import with_next
 from weft.data.order.seeded_samples import Fetched, SampleKey, SeededSamples, collate_seeded
 from weft.data.order.stream import rows_of
 from weft.data.random_state import preserve_generators, seed_generators
@@ -275,12 +276,25 @@ class ShardedLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        return self._counted(self._batches())
+
+    def with_next(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each batch with the next one, or None at the end of the epoch, for `step(batch, next_batch=...)`.
+
+        `state_dict` counts the first of the two.
+        """
+        return self._counted(with_next(self._batches()))
+
+    def _batches(self) -> Iterator[Any]:
+        for number, (parts, rows) in enumerate(self._loader, self._slices.next_batch):
+            yield self._batch(parts, rows, self._slices.size_of(number))
+
+    def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
         slices = self._slices
-        for parts, rows in self._loader:
-            batch = self._batch(parts, rows, slices.size_of(slices.next_batch))
+        for item in items:
             # Count before the yield, so that a state saved while the batch is in use points to the next batch.
             slices.next_batch += 1
-            yield batch
+            yield item
         slices.epoch += 1
         slices.next_batch = 0
 

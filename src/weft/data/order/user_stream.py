@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from weft.config import partitioning as shares
+from weft.data.batches import with_next
 from weft.data.order.stream import count_parts
 from weft.data.order.user_dataloader import AsBatch, CollateParts
 from weft.errors import DataError, WeftWarning
@@ -76,7 +77,24 @@ class StreamLoader:
         self.epoch, self.next_batch = 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        parts = self._parts
+        return self._counted(self._batches())
+
+    def with_next(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each batch with the next one, or None at the end of the epoch, for `step(batch, next_batch=...)`.
+
+        `state_dict` counts the first of the two.
+        """
+        return self._counted(with_next(self._batches()))
+
+    def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
+        for item in items:
+            # Count before the yield, so that a state saved while the batch is in use points to the next batch.
+            self.next_batch += 1
+            yield item
+        self.epoch, self.next_batch = self.epoch + 1, 0
+
+    def _batches(self) -> Iterator[Any]:
+        parts, num_batches = self._parts, self.next_batch
         parts.epoch, parts.start = self.epoch, self.next_batch
         num_workers = min(self._num_workers, len(parts.own))
         batches = iter(DataLoader(parts, batch_size=None, num_workers=num_workers, collate_fn=_unchanged))
@@ -87,20 +105,17 @@ class StreamLoader:
             # A source that is not divided ends on all ranks after the same sample.
             if self._total(ended) if parts.num_parts > 1 and not parts.repeat else ended:
                 break
-            batch = self._batch([*chain(*pieces)])
-            # Count before the yield, so that a state saved while the batch is in use points to the next batch.
-            self.next_batch += 1
-            yield batch
+            num_batches += 1
+            yield self._batch([*chain(*pieces)])
         num_left = self._total(sum(piece.num_samples if isinstance(piece, _End) else len(piece) for piece in pieces))
         if num_left and self._dp_rank == 0:
             warnings.warn(
-                f"loader: the stream ends after {self.next_batch} global batches. The next one has only {num_left} of "
+                f"loader: the stream ends after {num_batches} global batches. The next one has only {num_left} of "
                 f"{self._global_batch} samples, because some part has no more, and what is left is not used. Pass "
                 "repeat=True to start such parts again.",
                 WeftWarning,
                 stacklevel=2,
             )
-        self.epoch, self.next_batch = self.epoch + 1, 0
 
     def _batch(self, samples: list[Any]) -> Any:
         batches, rows = self._collate(samples)

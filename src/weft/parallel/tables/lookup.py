@@ -101,7 +101,7 @@ def fetch_waiting(queue: LookupQueue) -> None:
 
 def _prefetched(queue: LookupQueue) -> tuple[list[tuple[TableRequest, TableCall]], int] | None:
     """Return the result of `request_rows` if the rows were prefetched. All ranks call it."""
-    if not queue.is_open or queue.prefetch is None:
+    if queue.prefetch is None:
         return None
     prefetch, queue.prefetch = queue.prefetch, None
     found = prefetch.calls(queue.waiting)
@@ -196,7 +196,7 @@ def open_lookups(queue: LookupQueue) -> Generator[None]:
         for lookup in queue.deferred:
             _add_gradient(lookup)
     finally:
-        queue.is_open, queue.waiting, queue.deferred, queue.first = False, [], [], []
+        queue.is_open, queue.waiting, queue.deferred, queue.first, queue.prefetch = False, [], [], [], None
 
 
 def _add_gradient(lookup: Lookup) -> None:

@@ -24,7 +24,7 @@ from weft.parallel.tables.apply import materialize_tables, outside_model
 from weft.parallel.tables.exchange import exchange_gradients, mean_squares
 from weft.parallel.tables.joined import join_tables
 from weft.parallel.tables.lookup import fetch_waiting, open_lookups, refuse_weight
-from weft.parallel.tables.prefetch import Prefetch, next_lookups, start_prefetch
+from weft.parallel.tables.row_prefetch import RowPrefetch, next_lookups, start_prefetch
 from weft.parallel.tables.table import JoinedTables, Table
 from weft.parallel.zero_flat.model import FlatModel
 
@@ -115,7 +115,7 @@ class TableModel(FlatModel):
             super().__init__(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
         self.tables, self.queue = tables, tables[0].queue
         self._is_last = False
-        self._prefetch: Prefetch | None = None  # the last one, also once it is used
+        self._prefetch: RowPrefetch | None = None  # for the next microbatch
         self._updates: dict[torch.optim.Optimizer, list[TableUpdate]] = {}
         self._square = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._factor = 1.0
@@ -138,7 +138,7 @@ class TableModel(FlatModel):
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        self._is_last = last
+        self._is_last, self.queue.prefetch, self._prefetch = last, self._prefetch, None
         with super().microbatch(last), open_lookups(self.queue):
             yield
         for table in self.tables:
@@ -160,7 +160,7 @@ class TableModel(FlatModel):
         while queue.waiting:
             fetch_waiting(queue)
         lookups, axis = next_lookups(queue.first, microbatch, following), self.tables[0].axis
-        self._prefetch = queue.prefetch = start_prefetch(lookups, axis, self.device, self._is_last)
+        self._prefetch = start_prefetch(lookups, axis, self.device, self._is_last)
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
         if self._prefetch is not None:

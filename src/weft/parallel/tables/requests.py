@@ -167,8 +167,8 @@ class RowExchange:
     def calls(self, rows: Sequence[Tensor]) -> list[tuple[TableRequest, TableCall]]:
         """Return the requests with their rows, (U, D) each."""
         agreed = self.agreed
-        each = zip(agreed.requests, rows, self.wanted, agreed.send, agreed.receive, strict=True)
-        return [(request, TableCall(*some)) for request, *some in each]
+        calls = map(TableCall, rows, self.wanted, agreed.send, agreed.receive)
+        return list(zip(agreed.requests, calls, strict=True))
 
 
 def _for_ranks(request: TableRequest, counts: list[int]) -> Sequence[Tensor]:

@@ -125,7 +125,7 @@ class LookupQueue:
         most: maximum number of elements of gradients that any rank sends to another after the microbatches so far.
         prefetches: True if the rows of the next microbatch are fetched under this one's backward.
         first: lookups of the microbatch whose rows were fetched first, if it prefetches.
-        prefetch: rows of the next lookups that are on their way, or None.
+        prefetch: rows of the microbatch's first lookups that are on their way, or None.
     """
 
     is_open: bool = False

@@ -246,13 +246,18 @@ class JaxEngine:
         self.reports = JaxReports(self._job, self.state)
         self._on_host = HostModel(model, self.state, task)
 
-    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
+    prefetches = False
+
+    def step(
+        self, batches: Sequence[Any], number: int, lr_factor: float, following: Sequence[Any] | None = None
+    ) -> StepResult:
         """Take one optimizer step on all microbatches of the global batch.
 
         Args:
             batches: the microbatches in order, with the samples of all data ranks.
             number: steps done before.
             lr_factor: factor of each group's peak learning rate.
+            following: unused.
         """
         state, parts = self.state, [_padded(one) for one in self._job.task.before_step(batches)]
         program = self._program_of(parts)

@@ -184,7 +184,14 @@ class TorchEngine:
     def asks(self, wanted: bool) -> None:
         self.train_step.asks = wanted
 
-    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
+    @property
+    def prefetches(self) -> bool:
+        """True if `step` uses the batches of the step after it."""
+        return self.train_step.prefetches
+
+    def step(
+        self, batches: Sequence[Any], number: int, lr_factor: float, following: Sequence[Any] | None = None
+    ) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
         Returns a `LateResult` if the host has not read the step's numbers from the device yet.
@@ -193,6 +200,7 @@ class TorchEngine:
             batches: the microbatches in order.
             number: steps done before. All random seeds derive from it.
             lr_factor: factor of each group's peak learning rate.
+            following: microbatches of the next step, or None if they are unknown. They change no result.
         """
         step, config = self.train_step, self._job.config
         for group in step.optimizer.param_groups:
@@ -208,7 +216,8 @@ class TorchEngine:
         # Ranks may compile their first step at different times.
         compiling = self.pulse.doing("compiles the model in its first step") if self._compiles else nullcontext()
         with compiling, self._profiler.step(number + 1):
-            done = step(*self._inputs.make(batches, number))
+            next_batch = None if following is None else Microbatches(following, any_number=True)
+            done = step(*self._inputs.make(batches, number), next_batch=next_batch)
         self._compiles = False
         self._job.task.after_step(number + 1)
         self._tracer.remember(TracedStep(number + 1, batches, step.microbatch_losses))

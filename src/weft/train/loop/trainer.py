@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
+from weft.data.batches import with_next
 from weft.errors import StepRefused, TrainingHalted
 from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord
@@ -33,6 +35,9 @@ from weft.train.tasks.base import Task
 
 #: Maximum number of consecutive bad steps to trace, because further ones have the same cause.
 _TRACED_IN_A_ROW = 3
+
+#: The microbatches of a step, and those of the next one or None.
+_TwoSteps = tuple[list[Any], list[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +151,15 @@ class Trainer:
             self.progress.step, end = next(step_ranges(self.progress.step, num_steps, self.left_out))
             self._has_moved = self._requests.has_new_shares = False
             with self.engine.batches.iterate(self.progress.step, end) as steps:
-                batches = iter(steps)
+                batches = with_next(steps) if self.engine.prefetches else zip(steps, repeat(None))
                 while not (stop or self._has_moved) and (found := self._next_batches(batches)) is not None:
-                    stop = self._train_step(found)
+                    stop = self._train_step(*found)
             if not (stop or self._has_moved):
                 stop = self._read_last()
                 self.progress.step = end
         return stop
 
-    def _next_batches(self, steps: Iterator[list[Any]]) -> list[Any] | None:
+    def _next_batches(self, steps: Iterator[_TwoSteps]) -> _TwoSteps | None:
         start = time.perf_counter()
         with self.engine.pulse.doing("waits for its data", may_take_long=False):
             try:
@@ -166,9 +171,9 @@ class Trainer:
         self._records.data_s += time.perf_counter() - start
         return found
 
-    def _train_step(self, batches: list[Any]) -> Stop | None:
+    def _train_step(self, batches: list[Any], following: list[Any] | None) -> Stop | None:
         try:
-            before, self._unread = self._unread, self._launch(self.progress.step, batches)
+            before, self._unread = self._unread, self._launch(self.progress.step, batches, following)
         except StepRefused as refused:
             return self._read_last() or self._requests.pause(str(refused).rstrip("."))
         launched = self._unread.result
@@ -196,11 +201,11 @@ class Trainer:
                 self.engine.sample(self.progress.step)
         return stop
 
-    def _launch(self, step: int, batches: list[Any]) -> _Launched:
+    def _launch(self, step: int, batches: list[Any], following: list[Any] | None) -> _Launched:
         config, meter = self.task.config, self.engine.meter
         meter.begin_step()
         factor = lr_factor(step, config.train.steps, config.schedule) * self.progress.lr_factor
-        result = self.engine.step(batches, step, factor)
+        result = self.engine.step(batches, step, factor, following)
         data_s, self._records.data_s = self._records.data_s, 0.0
         return _Launched(step + 1, config.optimizer.lr * factor, result, meter.end_step(), data_s)
 

@@ -1,4 +1,4 @@
-"""Prefetch: rows that the next microbatch looks up are sent under this one's backward.
+"""Prefetch of rows: those that the next microbatch looks up are sent under this one's backward.
 
 The next ids are the parts of the next microbatch where this one has the ids of its lookups. Rows that the step changes
 are sent after its update, so no row is sent twice. Prefetched rows are used only if the lookups of all ranks are the
@@ -87,7 +87,7 @@ def same_place(tensor: Tensor, batch: Sequence[Tensor], following: Sequence[Tens
 # The exchange.
 
 
-class Prefetch:
+class RowPrefetch:
     """Rows of the next lookups that are on their way. All ranks construct it.
 
     Args:
@@ -223,7 +223,7 @@ def _count_by_rank(mask: Tensor, sizes: Sequence[int]) -> Tensor:
     return F.pad(mask.cumsum(0), (1, 0))[ends].diff()
 
 
-def start_prefetch(lookups: Sequence[Lookup], axis: Axis, device: torch.device, changes: bool) -> Prefetch | None:
+def start_prefetch(lookups: Sequence[Lookup], axis: Axis, device: torch.device, changes: bool) -> RowPrefetch | None:
     """Begin to fetch the rows of lookups that every rank expects. All ranks call it.
 
     Returns None if there are none, or if they are invalid, which the lookups themselves report.
@@ -232,9 +232,9 @@ def start_prefetch(lookups: Sequence[Lookup], axis: Axis, device: torch.device, 
         lookups: the expected lookups of this rank, or [].
         axis: the data ranks.
         device: device of the ids.
-        changes: as in `Prefetch`.
+        changes: as in `RowPrefetch`.
     """
     agreed = agree_on_lookups(lookups, axis, device)
     if not agreed.requests or agreed.other is not None or agreed.is_refused:
         return None
-    return Prefetch(RowExchange(agreed, axis), axis, changes)
+    return RowPrefetch(RowExchange(agreed, axis), axis, changes)
