@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.live_memory import LiveTensors
 from weft.comm.ledger import Ledger

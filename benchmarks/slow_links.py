@@ -34,9 +34,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import weft
+from benchmarks.tables import Recommender, batches, loss_fn
 from weft.cli.console import table
+from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
+from weft.data.batches import with_next
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.train.step.train_step import TrainStep
@@ -64,7 +70,11 @@ MODES = {
     "weft_never": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:999999",
     "weft_diloco50_10_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:50/10 compress=int8",
     "weft_diloco50_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:50 compress=int8",
+    "tables": "route=auto dp_replicate={ranks}",
+    "tables_prefetch": "route=auto dp_replicate={ranks}",
 }
+#: Rows of the tables, samples of a rank, and hidden units of the network behind them.
+TABLE_ROWS, SAMPLES, HIDDEN = [10_000, 30_000, 100_000, 300_000] * 6, 1024, 512
 
 
 def model() -> nn.Module:
@@ -115,6 +125,23 @@ def weft_step(route: str, plan: str) -> Callable[[torch.Tensor], object]:
     return lambda x: step(x)
 
 
+def table_step(plan: str, turns: int, prefetch: bool) -> Callable[[torch.Tensor], object]:
+    """A step of a recommender with tables of style rows, on a new batch in each turn."""
+    mesh = build_mesh(Plan.parse(plan))
+    run = weft.Run(mesh.plan, mesh, Ledger(), seed=0)
+    torch.manual_seed(0)
+    own = run.parallelize(Recommender(TABLE_ROWS, 32, hidden=HIDDEN), layout="tables.*=rows", table_prefetch=prefetch)
+    rule = weft.TableOptimizer("adagrad", lr=0.02)
+    step = run.train_step(own, torch.optim.Adagrad, loss_fn, lr=0.02, tables=rule, check_batch=False)
+    pairs = with_next(batches(TABLE_ROWS, mesh.rank, SAMPLES, WARM_UP + turns))
+
+    def take(_: torch.Tensor) -> None:
+        batch, following = next(pairs)
+        step(batch, next_batch=following)
+
+    return take
+
+
 def left() -> int:
     """Bytes that left this host so far."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
@@ -132,6 +159,8 @@ def run_rank(modes: list[str], turns: int, out: Path) -> None:
             steps[mode] = alone_step()
         elif mode.startswith("ddp"):
             steps[mode] = ddp_step(words)
+        elif mode.startswith("tables"):
+            steps[mode] = table_step(words.partition(" ")[2], turns, mode == "tables_prefetch")
         else:
             route, _, plan = words.partition(" ")
             steps[mode] = weft_step(route.partition("=")[2], plan)

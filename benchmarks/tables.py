@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import weft
 from tools.live_memory import LiveTensors
@@ -46,11 +50,11 @@ def sizes(options: argparse.Namespace) -> list[int]:
 class Recommender(nn.Module):
     """A sum of rows per sample and a small network, as far as tables are concerned."""
 
-    def __init__(self, rows: list[int], width: int, is_joined: bool = True):
+    def __init__(self, rows: list[int], width: int, is_joined: bool = True, hidden: int = 128):
         super().__init__()
         self.is_joined = is_joined
         self.tables = nn.ModuleList(nn.Embedding(number, width) for number in rows)
-        self.top = nn.Sequential(nn.Linear(len(rows) * width, 128), nn.ReLU(), nn.Linear(128, 1))
+        self.top = nn.Sequential(nn.Linear(len(rows) * width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
         found = []
@@ -60,18 +64,18 @@ class Recommender(nn.Module):
         return self.top(torch.cat(found, 1)).squeeze(1)
 
 
-def batches(rows: list[int], options: argparse.Namespace, rank: int) -> list[tuple[Tensor, Tensor]]:
+def batches(rows: list[int], rank: int, samples: int, number: int) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's batches of ids, (samples, tables), and labels."""
     rng = torch.Generator().manual_seed(rank)
     tails = [(torch.arange(1, number + 1, dtype=torch.float64) ** -ZIPF).cumsum(0) for number in rows]
     found = []
-    for _ in range(options.rounds + 2):
-        draws = torch.rand(options.samples, len(rows), generator=rng, dtype=torch.float64)
+    for _ in range(number):
+        draws = torch.rand(samples, len(rows), generator=rng, dtype=torch.float64)
         columns = [
             torch.searchsorted(tail, draws[:, number] * tail[-1]).clamp_(max=len(tail) - 1)
             for number, tail in enumerate(tails)
         ]
-        found.append((torch.stack(columns, 1), torch.randint(2, (options.samples,), generator=rng).float()))
+        found.append((torch.stack(columns, 1), torch.randint(2, (samples,), generator=rng).float()))
     return found
 
 
@@ -157,7 +161,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows, ledger = sizes(options), Ledger()
     plan = Plan.parse(f"dp_replicate={options.ranks}")
     run = weft.Run(plan, build_mesh(plan, record=ledger.record), ledger, seed=0)
-    data = batches(rows, options, run.mesh.rank)
+    data = batches(rows, run.mesh.rank, options.samples, options.rounds + 2)
     torch.manual_seed(0)
     model = run.parallelize(Recommender(rows, options.width), layout=f"tables.*={options.layout}")
     tables = weft.TableOptimizer(options.optimizer, lr=0.02)

@@ -113,7 +113,10 @@ class Script:
         self.ledger = Ledger()
         self.run = weft.Run(plan, build_mesh(plan, self.device, self.ledger.record), self.ledger, seed=0)
         self.model = self.run.parallelize(
-            model(), layout=self.case.layout, table_cache=self.cache, table_folder=self.folder,
+            model(),
+            layout=self.case.layout,
+            table_cache=self.cache,
+            table_folder=self.folder,
             table_prefetch=self.prefetch,
         )
         self.step = self.run.train_step(

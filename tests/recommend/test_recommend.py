@@ -110,8 +110,9 @@ def test_killed_run_resumes_under_other_styles_and_ranks(name, data, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(format_config(load_config(None, settings(name, data, tmp_path, rows, *more)).config))
     process = subprocess.Popen(
-        command(config, plans[0], "run.name=killed"), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
-        env=env.child_env(WEFT_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1"), start_new_session=True,
+        command(config, plans[0], "tables.prefetch=true", "run.name=killed"), stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT, env=env.child_env(WEFT_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1"),
+        start_new_session=True,
     )  # fmt: skip
     saved, deadline = tmp_path / "killed" / "checkpoints", time.monotonic() + 120
     while not any(saved.glob("*/COMMIT")) and process.poll() is None and time.monotonic() < deadline:

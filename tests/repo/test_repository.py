@@ -57,3 +57,10 @@ def test_pre_commit_runs_the_linter_of_the_constraints():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     ruff = next(one for one in hooks if one["repo"].endswith("ruff-pre-commit"))
     assert f"ruff=={ruff['rev'].removeprefix('v')}" in (ROOT / "constraints.txt").read_text().split()
+
+
+def test_benchmarks_that_import_the_repository_run_from_any_folder():
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        text = path.read_text()
+        if found := re.search(r"^from (tools|tests|benchmarks)\b", text, re.M):
+            assert "sys.path.insert(0, str(Path(__file__).parents[1]))" in text[: found.start()], path.name

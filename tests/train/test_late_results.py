@@ -26,12 +26,14 @@ from weft.train.step.update import WeightUpdate
 class LateEngine:
     """Log calls in `acts`. bad: steps without a finite loss. late: whether results are late."""
 
-    device, wants_stop, evaluates, prefetches = "cpu", False, True, False
+    device, wants_stop, evaluates = "cpu", False, True
 
-    def __init__(self, acts, *, bad=(), late=True):
-        self.acts, self.bad, self.late = acts, bad, late
+    def __init__(self, acts, *, bad=(), late=True, prefetches=False):
+        self.acts, self.bad, self.late, self.prefetches = acts, bad, late, prefetches
         self.plan, self.pulse, self.meter = SimpleNamespace(compile=False, world_size=1), Heartbeat(), Meter()
-        self.batches = SimpleNamespace(iterate=lambda start, end: contextlib.nullcontext([[]] * (end - start)))
+        self.batches = SimpleNamespace(
+            iterate=lambda start, end: contextlib.nullcontext([[step] for step in range(start, end)])
+        )
 
     @property
     def reports(self):
@@ -39,7 +41,8 @@ class LateEngine:
 
     def step(self, batches, number, lr_factor, following=None):
         step = number + 1
-        self.acts.append(f"launch {step}")
+        assert batches == [number]
+        self.acts.append(f"launch {step}" if following is None else f"launch {step} before {following[0] + 1}")
         found = StepResult(math.nan if step in self.bad else 1.0, 1.0, 8, wants_stop=self.wants_stop)
         return LateResult(lambda: found) if self.late else found
 
@@ -86,6 +89,13 @@ def trained(*settings, left_out=(), asks_at=None, **engine_options):
 def test_step_is_reported_at_next_launch_and_last_step_before_evaluation():
     assert trained("train.steps=3") == [
         "launch 1", "launch 2", "see 1", "launch 3", "see 2", "see 3", "evaluate", "save 3", "end 3", "finished",
+    ]  # fmt: skip
+
+
+def test_engine_that_prefetches_gets_the_next_step():
+    assert trained("train.steps=4", late=False, prefetches=True, left_out={2}) == [
+        "launch 1", "see 1", "launch 3 before 4", "see 3", "launch 4", "see 4", "evaluate", "save 4", "end 4",
+        "finished",
     ]  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class DataParallel(Protocol):
         ...
 
     def prefetch(self, microbatch: Any, following: Any) -> None:
-        """Begin to fetch what the next microbatch needs from other ranks. All ranks call it, after each forward.
+        """Begin to fetch data of other ranks for the next microbatch. All ranks call it after each forward.
 
         Args:
             microbatch: this microbatch.

@@ -43,7 +43,7 @@ def look_up(
         inputs: tensors that determine the ids.
         ids_of: returns the ids of such tensors.
         shape: shape of the result.
-        ids: the ids, which the caller does not change later, or None for those of `ids_of`.
+        ids: the ids, which the caller does not change later; None to call `ids_of`.
         bags: how rows are pooled, or None for one row per id.
 
     Raises:

@@ -36,7 +36,7 @@ class Agreement:
         lookups: the first lookups of this rank, as many as every rank has.
         requests: the same lookups by joined table.
         send, receive: numbers of ids that this rank requests from each rank, and that each requests from it.
-        other: the first lookup where another rank has another table, or None.
+        other: the first lookup for which another rank has another table, or None.
     """
 
     lookups: Sequence[Lookup]
@@ -149,9 +149,7 @@ class RowExchange:
         requests, to_send, to_receive = self.agreed.requests, self._to_send(give), self._to_receive(take)
         values = [one.table.read(some, one.trains).view(-1) for one, some in zip(requests, rows, strict=True)]
         message = by_rank([split(one, sizes) for one, sizes in zip(values, to_send, strict=True)])
-        return start_all_to_all(
-            message, self._axis, send=totals(to_send), receive=totals(to_receive), most=self.most
-        )
+        return start_all_to_all(message, self._axis, send=totals(to_send), receive=totals(to_receive), most=self.most)
 
     def received(self, message: Tensor, take: Counts) -> list[Tensor]:
         """Return the rows of a message by request, (number, D)."""

@@ -88,7 +88,7 @@ def same_place(tensor: Tensor, batch: Sequence[Tensor], following: Sequence[Tens
 
 
 class RowPrefetch:
-    """Rows of the next lookups that are on their way. All ranks construct it.
+    """Rows in flight for the next lookups. All ranks construct it.
 
     Args:
         exchange: the ids of the lookups.
@@ -226,7 +226,7 @@ def _count_by_rank(mask: Tensor, sizes: Sequence[int]) -> Tensor:
 def start_prefetch(lookups: Sequence[Lookup], axis: Axis, device: torch.device, changes: bool) -> RowPrefetch | None:
     """Begin to fetch the rows of lookups that every rank expects. All ranks call it.
 
-    Returns None if there are none, or if they are invalid, which the lookups themselves report.
+    Returns None without such lookups, or if one is invalid, for which its own call raises the error.
 
     Args:
         lookups: the expected lookups of this rank, or [].

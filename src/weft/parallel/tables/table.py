@@ -99,7 +99,7 @@ class Lookup:
 
 
 class PrefetchedRows(Protocol):
-    """Rows of the next lookups that are on their way."""
+    """Rows in flight for the next lookups."""
 
     @property
     def most(self) -> int:
@@ -125,7 +125,7 @@ class LookupQueue:
         most: maximum number of elements of gradients that any rank sends to another after the microbatches so far.
         prefetches: True if the rows of the next microbatch are fetched under this one's backward.
         first: lookups of the microbatch whose rows were fetched first, if it prefetches.
-        prefetch: rows of the microbatch's first lookups that are on their way, or None.
+        prefetch: rows in flight for the microbatch's first lookups, or None.
     """
 
     is_open: bool = False
