@@ -15,7 +15,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import WeftError
 from weft.parallel.state.gradients import data_parallel
-from weft.parallel.tables.host import CachedRows, HostSettings
+from weft.parallel.tables.host import CachedRows, TableSettings
 
 LIMIT = 1e-10
 HOST = "{user,item,genre,seen,tags}=host"
@@ -136,11 +136,11 @@ def test_device_holds_only_the_cache():
 )
 def test_unusable_settings_are_refused(settings, message):
     with pytest.raises(WeftError) as caught:
-        HostSettings(**settings)
+        TableSettings(**settings)
     assert str(caught.value) == message
 
 
 def test_folder_without_space_is_refused(tmp_path):
     with pytest.raises(WeftError, match=r"no file of .* can be made there, because .*\. Use another folder\."):
-        HostSettings(folder=str(tmp_path)).zeros((2**50,), torch.float32)
+        TableSettings(folder=str(tmp_path)).zeros((2**50,), torch.float32)
     assert not os.listdir(tmp_path)

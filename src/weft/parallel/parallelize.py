@@ -47,7 +47,7 @@ from weft.parallel.state.placement import Placement, merge_placements
 from weft.parallel.state.precision import Precision
 from weft.parallel.state.stale_references import OriginalParameters
 from weft.parallel.tables.apply import outside_model, shard_tables
-from weft.parallel.tables.host import HostSettings
+from weft.parallel.tables.host import TableSettings
 from weft.parallel.tables.table import Table
 from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, shard_tensors
 from weft.parallel.tiled_mlp import tile_mlps
@@ -66,7 +66,6 @@ class Application:
         full_samples: how cp shards a model of which every rank gets full samples, or None.
         placements: placements of changed parameters by name.
         host: pinned host memory for offloading, or None.
-        prefetches_tables: True to fetch rows of tables for the next microbatch under backward.
         tables: embedding tables that the layout shards over data ranks.
     """
 
@@ -88,8 +87,7 @@ class Application:
     full_samples: FullSamplesPlan | None = None
     placements: dict[str, Placement] = field(default_factory=dict)
     host: Host | None = None
-    host_tables: HostSettings = field(default_factory=HostSettings)
-    prefetches_tables: bool = False
+    table_settings: TableSettings = field(default_factory=TableSettings)
     tables: list[Table] = field(default_factory=list[Table])
 
     @property
@@ -149,8 +147,8 @@ def _check_full_model(run: Application) -> None:
 
 def _shard_tables(run: Application) -> None:
     assert run.layout is not None
-    run.tables = shard_tables(run.model, run.mesh, run.layout, run.host_tables, run.example)
-    run.tables[0].queue.prefetches = run.prefetches_tables and run.mesh.data.size > 1
+    run.tables = shard_tables(run.model, run.mesh, run.layout, run.table_settings, run.example)
+    run.tables[0].queue.prefetches = run.table_settings.prefetch and run.mesh.data.size > 1
     run.layout = None
 
 
@@ -308,8 +306,7 @@ def parallelize(
     fp8_recipe: str = "rowwise",
     example: Any = None,
     noise: tuple[str, float] | None = None,
-    host_tables: HostSettings | None = None,
-    prefetches_tables: bool = False,
+    table_settings: TableSettings | None = None,
 ) -> nn.Module:
     """Apply the mesh's plan to `model`, in place, before its optimizer exists. Returns the same module.
 
@@ -327,8 +324,7 @@ def parallelize(
         fp8_recipe: with precision=fp8, "rowwise" or "tensorwise" scales.
         example: arguments of a forward with which tp, sp and cp trace the model, or None to generate them.
         noise: path of the input embedding and largest noise on its output in training, or None.
-        host_tables: cache and folder of embedding tables with style host; None for the defaults.
-        prefetches_tables: fetch the rows of tables that the next microbatch looks up under this one's backward.
+        table_settings: settings of embedding tables that the layout shards; None for the defaults.
 
     Raises:
         ModelError: if the model was already parallelized, or the plan does not support it.
@@ -344,7 +340,7 @@ def parallelize(
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
     _warn_of_growth(before, mesh)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
-    run.host_tables, run.prefetches_tables = host_tables or HostSettings(), prefetches_tables
+    run.table_settings = table_settings or TableSettings()
     run.full_samples = _full_samples(model, replica, example) if placements is None else None
     _apply(PREPARE, run)
     if placements is None:

@@ -21,7 +21,7 @@ from weft.models.inspect.blocks import replace_class
 from weft.models.keras_model import VARIABLES, KerasEmbedding
 from weft.parallel.state.precision import Precision
 from weft.parallel.tables.choice import choose_styles
-from weft.parallel.tables.host import HostSettings
+from weft.parallel.tables.host import TableSettings
 from weft.parallel.tables.lookup import KerasTable, TableBag, TableEmbedding
 from weft.parallel.tables.table import LookupQueue, Table, starts_of
 from weft.private_torch import named_modules
@@ -35,11 +35,11 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: HostSettings, example: Any = None) -> list[Table]:
+def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: TableSettings, example: Any = None) -> list[Table]:
     """Replace the tables that a layout names by this rank's parts. All ranks call it. Modifies the model.
 
     Args:
-        host: settings of tables with style host.
+        host: settings of the tables.
         example: arguments of a forward, which style auto counts ids of, or None.
 
     Raises:

@@ -24,12 +24,13 @@ _WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class HostSettings:
-    """Settings of the tables with style host.
+class TableSettings:
+    """Settings of sharded tables.
 
     Attributes:
-        cache: share of a rank's rows that its device caches, in (0, 1].
-        folder: folder of the mapped files, or "" for host memory.
+        cache: for style host, share of a rank's rows that its device caches, in (0, 1].
+        folder: for style host, folder of the mapped files, or "" for host memory.
+        prefetch: fetch the rows that the next microbatch looks up under this one's backward.
 
     Raises:
         ConfigError: for a share out of range, or a folder that does not exist.
@@ -37,6 +38,7 @@ class HostSettings:
 
     cache: float = 0.05
     folder: str = ""
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= 1:

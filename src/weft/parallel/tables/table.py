@@ -21,7 +21,7 @@ from weft.errors import ModelError
 from weft.optim.table_optimizer import TableOptimizer
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.placement import AxisMap
-from weft.parallel.tables.host import CachedRows, HostSettings
+from weft.parallel.tables.host import CachedRows, TableSettings
 
 #: Elements per broadcast of the first rank's values.
 _AT_ONCE = 2**22
@@ -168,7 +168,7 @@ class Table:
     full_shape: tuple[int, int]
     compute: torch.dtype
     queue: LookupQueue
-    host: HostSettings | None = None
+    host: TableSettings | None = None
     why: str = ""
     cache: CachedRows | None = None
     joined: JoinedTables | None = None

@@ -44,7 +44,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.replicas.local_sgd import rare_sync
 from weft.parallel.state.flat_slices import refuse_float64
 from weft.parallel.state.precision import Precision
-from weft.parallel.tables.host import HostSettings
+from weft.parallel.tables.host import TableSettings
 from weft.train.batches.microbatches import Microbatches, from_loader
 from weft.train.losses import give_float32
 from weft.train.privacy.batches import private_batches
@@ -142,8 +142,7 @@ class Run(ScriptSteps, ScriptState, ScriptWeights):
             model, self.mesh, balance_rate, outer_lr, outer_momentum,
             layout=Layout.read(layout) if isinstance(layout, str | Path) else layout, seed=self.seed,
             pinned_limit=pinned_limit, norm_group=norm_group, bf16_layers=bf16_layers, fp8_recipe=fp8_recipe,
-            example=example, host_tables=HostSettings(table_cache, str(table_folder)),
-            prefetches_tables=table_prefetch,
+            example=example, table_settings=TableSettings(table_cache, str(table_folder), table_prefetch),
         )  # fmt: skip
         self._models.add(model)
         return model

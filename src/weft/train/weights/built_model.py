@@ -13,7 +13,7 @@ from weft.config.run_config import RunConfig
 from weft.optim.build import freeze
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.flat_slices import StateSource
-from weft.parallel.tables.host import HostSettings
+from weft.parallel.tables.host import TableSettings
 from weft.parallel.zero.magnitudes import load_base
 from weft.train.states.model_state import packed_source
 from weft.train.weights.run_adapter import set_values, started_values, with_adapter
@@ -62,8 +62,7 @@ def lay_out(
         bf16_layers=config.train.bf16_layers,
         fp8_recipe=config.train.fp8_recipe,
         noise=noise,
-        host_tables=HostSettings(config.tables.cache, config.tables.folder),
-        prefetches_tables=config.tables.prefetch,
+        table_settings=TableSettings(config.tables.cache, config.tables.folder, config.tables.prefetch),
     )
     if weights is not None and reads:
         with mesh.pulse.doing("reads the pretrained weights"):
