@@ -118,12 +118,12 @@ GOLDEN = {
         "Use reshard=after_forward:8, for 8 ranks on a host."
     ),
     "sync=diloco": (
-        "sync=diloco: not step, and not average or diloco with a number of steps from 1 to 999999, and where fragments "
-        "are streamed no more of these. Use sync=step, or e.g. sync=diloco:50 or sync=diloco:50/4."
+        "sync=diloco: it is step, or average:H or diloco:H with H steps from 1 to 999999, and perhaps /N for N "
+        "fragments, at most H. Use sync=step, or e.g. sync=diloco:50 or sync=diloco:50/4."
     ),
     "sync=diloco:2/3": (
-        "sync=diloco:2/3: not step, and not average or diloco with a number of steps from 1 to 999999, and where "
-        "fragments are streamed no more of these. Use sync=step, or e.g. sync=diloco:50 or sync=diloco:50/4."
+        "sync=diloco:2/3: it is step, or average:H or diloco:H with H steps from 1 to 999999, and perhaps /N for N "
+        "fragments, at most H. Use sync=step, or e.g. sync=diloco:50 or sync=diloco:50/4."
     ),
     "cp_mode=ulises": "cp_mode=ulises: not one of auto, gather, ring, ulysses. Did you mean 'ulysses'?",
     "sp=maybe": "sp=maybe: this is a switch. Use sp=on or sp=off.",

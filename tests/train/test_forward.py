@@ -105,6 +105,13 @@ def test_inputs_are_passed_in_order_without_targets(forward, batch, inputs):
         ),
         (
             takes_one,
+            ({"x": ONE}, {"x": TWO}),
+            "batch: a tuple of 2 dicts, and a batch is a tensor, or a tuple, list or dict of tensors. Stack the "
+            "samples in the loader's collate_fn, pass microbatches as weft.Microbatches([...]), or pass "
+            "forward=lambda model, batch: model(...).",
+        ),
+        (
+            takes_one,
             3,
             "batch of type int: a batch is a tensor, or a tuple, list or dict of tensors. "
             "Give forward=lambda model, batch: model(...) for anything else.",

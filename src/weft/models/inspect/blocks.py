@@ -204,6 +204,12 @@ def replace_class(module: nn.Module, kind: type, body: Body | None = None, insid
         setattr(module, f"_weft_{name}", value)
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of the module's class, or of the user's class if fully_shard derived one from it."""
+    kinds = (kind for kind in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in kind.__mro__))
+    return next(kinds).__name__
+
+
 def revert(module: nn.Module, kind: type) -> None:
     """Restore the module's class from before `replace_class` with `kind`, if that was the last replacement."""
     bases = type(module).__bases__

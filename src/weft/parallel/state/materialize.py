@@ -20,6 +20,7 @@ from weft.errors import CommError, ModelError
 from weft.models.adapters import AdaptedLinear
 from weft.models.adapters_experts import AdaptedExperts
 from weft.models.initialize import initialise_parameter
+from weft.models.inspect.blocks import class_name
 from weft.parallel.private_torch import apply_to_tensors
 from weft.parallel.state.placement import AxisMap
 
@@ -149,7 +150,7 @@ def guard_model(model: nn.Module, axes: AxisMap) -> None:
     words = _divided_model(axes)
     if not words:
         return
-    guard, kind = _Guard(), next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")).__name__
+    guard, kind = _Guard(), class_name(model)
     start = f"model of type {kind}: under {words} this rank has only a part of it"
     save = (
         f"{start}, so state_dict() would return shards. Use run.save(folder, step=..., model=..., optimizer=...) to "

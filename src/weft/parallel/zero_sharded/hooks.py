@@ -27,7 +27,7 @@ from weft.comm.pending import Pending
 from weft.comm.wire.coder import Coder
 from weft.devices import access
 from weft.errors import CommError, ModelError
-from weft.models.inspect.blocks import repeated_blocks
+from weft.models.inspect.blocks import class_name, repeated_blocks
 from weft.optim.step_decision import StepDecision
 from weft.parallel.private_torch import (
     base_of_its_own,
@@ -399,7 +399,7 @@ class ForwardLimits:
         for name, module in units:
             assert isinstance(module, nn.Module)
             if not is_stage:
-                before_backward_of(module, self._refusing(name or type(root).__name__))
+                before_backward_of(module, self._refusing(name or class_name(root)))
             # Before fully_shard's own hook, which gathers the unit's parameters into the modules.
             module.register_forward_pre_hook(uncompiled(self._refuse_others), prepend=True)
             module.register_forward_pre_hook(uncompiled(self._enter))

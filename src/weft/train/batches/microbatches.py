@@ -24,6 +24,7 @@ from weft.config.plan import PLAN_FIELDS, Plan
 from weft.data.batches import move_batch, parts_of, tensors_in, with_parts
 from weft.data.order.stream import rows_of
 from weft.errors import ModelError, nearest_name
+from weft.models.inspect.blocks import class_name
 from weft.parallel.dropout.drop_state import MARK, marked_samples
 from weft.parallel.random.streams import SampleNumbers
 
@@ -59,8 +60,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 def _first_inputs(model: nn.Module, batch: Sequence[Any]) -> Sequence[Any]:
     if len(batch) > 1 and all(isinstance(entry, Mapping | tuple | list) for entry in batch):
         raise ModelError(
-            f"batch: a list of {len(batch)} {type(batch[0]).__name__}s, and a batch is a tensor, or a tuple, list or "
-            "dict of tensors. Stack the samples in the loader's collate_fn, pass microbatches as "
+            f"batch: a {type(batch).__name__} of {len(batch)} {type(batch[0]).__name__}s, and a batch is a tensor, or a "
+            "tuple, list or dict of tensors. Stack the samples in the loader's collate_fn, pass microbatches as "
             "weft.Microbatches([...]), or pass forward=lambda model, batch: model(...)."
         )
     params = _parameters(model)
@@ -122,7 +123,7 @@ def _refuse_row(model: nn.Module, params: list[inspect.Parameter], batch: Sequen
 
 def _refuse(model: nn.Module, names: str, found: str, inputs: str) -> NoReturn:
     raise ModelError(
-        f"batch: {type(model).__name__}.forward takes ({names}), and {found}, so it is unclear which are inputs. "
+        f"batch: {class_name(model)}.forward takes ({names}), and {found}, so it is unclear which are inputs. "
         f"Pass train_step(..., forward=lambda model, batch: model({inputs}))."
     )
 

@@ -21,7 +21,7 @@ from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.devices import access
 from weft.errors import ModelError, OutOfMemory, WeftError
 from weft.models.inspect import layers
-from weft.models.inspect.blocks import repeated_blocks
+from weft.models.inspect.blocks import class_name, repeated_blocks
 from weft.monitor.step_times import memory_bytes
 from weft.planner.report import verdict as footprint
 from weft.private_torch import storage_key, tree_leaves
@@ -227,7 +227,7 @@ def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | Non
     parts, path = _parts(plan), _failed_module(error, model)
     if path is None:
         return None
-    name = f"{path} ({type(model.get_submodule(path)).__name__.removeprefix('FSDP')})" if path else type(model).__name__
+    name = f"{path} ({class_name(model.get_submodule(path))})" if path else class_name(model)
     hooked = [f"recompute={plan.recompute}"] if plan.recompute != "none" else []
     hooked += [f"offload={each}" for each in plan.offload if each.startswith("activations")]
     if hooked and "support saved tensor hooks" in str(error):
