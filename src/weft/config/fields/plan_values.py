@@ -280,8 +280,8 @@ class SyncEvery(Kind):
             return str(value)
         except ValueError:
             rule = (
-                "it is step, or average:H or diloco:H with H steps from 1 to 999999, and perhaps /N for N fragments, at "
-                f"most H. Use {name}=step, or e.g. {name}=diloco:50 or {name}=diloco:50/4."
+                "it is step, or average:H or diloco:H with H steps from 1 to 999999, and perhaps /N for N fragments, "
+                f"at most H. Use {name}=step, or e.g. {name}=diloco:50 or {name}=diloco:50/4."
             )
             raise PlanError([Problem.of(name, shown(value), rule)]) from None
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from weft.data.batches import host_values
 from weft.errors import ModelError
 from weft.models.keras_model import KerasEmbedding
 from weft.parallel.private_torch import plain_call, without_memory
@@ -312,7 +313,9 @@ class TableBag(_TablePart, nn.EmbeddingBag):
             return input.dim() == 2
         if input.dim() != 1 or offsets.dim() != 1 or not len(offsets) or offsets.dtype not in _INTEGERS:
             return False
-        if not bool((offsets[0] == 0) & (offsets[-1] <= len(input)) & (offsets.diff() >= 0).all()):
+        known = host_values(offsets)
+        ends = offsets if known is None else known  # on the host, the check does not wait for the device
+        if not bool((ends[0] == 0) & (ends[-1] <= len(input)) & (ends.diff() >= 0).all()):
             # Bags of several lookups are pooled together, where torch would read rows of other lookups.
             raise ModelError(
                 f"table {self._weft_table.name.rpartition('.')[0]!r}: its offsets do not rise from 0 to at most the "
@@ -322,6 +325,10 @@ class TableBag(_TablePart, nn.EmbeddingBag):
 
     def _bags(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Bags]:
         """Return the ids that count, (n,), and their bags, without those at padding_idx and behind the last bag."""
+        device, depends = ids.device, self.padding_idx is not None or self.include_last_offset
+        known = [None if one is None else host_values(one) for one in (ids, offsets)]
+        if depends and known[0] is not None and (offsets is None or known[1] is not None):
+            ids, offsets = known[0], known[1]  # on the host, sizes that depend on values do not wait for the device
         if offsets is None:
             starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]
         else:
@@ -335,7 +342,7 @@ class TableBag(_TablePart, nn.EmbeddingBag):
             counts = ids != self.padding_idx
             starts = F.pad(counts.cumsum(0), (1, 0))[starts]
             ids, weights = ids[counts], weights if weights is None else weights[counts]
-        return ids, Bags(starts, self.mode, weights if weights is None else weights.clone())
+        return ids.to(device), Bags(starts.to(device), self.mode, weights if weights is None else weights.clone())
 
 
 def refuse_weight(name: str) -> NoReturn:

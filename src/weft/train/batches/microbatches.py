@@ -60,8 +60,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 def _first_inputs(model: nn.Module, batch: Sequence[Any]) -> Sequence[Any]:
     if len(batch) > 1 and all(isinstance(entry, Mapping | tuple | list) for entry in batch):
         raise ModelError(
-            f"batch: a {type(batch).__name__} of {len(batch)} {type(batch[0]).__name__}s, and a batch is a tensor, or a "
-            "tuple, list or dict of tensors. Stack the samples in the loader's collate_fn, pass microbatches as "
+            f"batch: a {type(batch).__name__} of {len(batch)} {type(batch[0]).__name__}s, and a batch is a tensor, or "
+            "a tuple, list or dict of tensors. Stack the samples in the loader's collate_fn, pass microbatches as "
             "weft.Microbatches([...]), or pass forward=lambda model, batch: model(...)."
         )
     params = _parameters(model)
