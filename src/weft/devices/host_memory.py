@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from weft import env
+
 #: File with the memory limit of this process's container.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -20,3 +22,9 @@ def free_host_bytes() -> int:
     except (OSError, ValueError, KeyError):  # no limit
         return free
     return max(0, min(free, limit - used))
+
+
+def free_bytes_of_a_rank() -> int:
+    """Return the memory in bytes that is available on this machine for each of its ranks."""
+    place = env.rank_env()
+    return free_host_bytes() // (1 if place is None else place.local_world_size)

@@ -100,6 +100,12 @@ def fetch_waiting(queue: LookupQueue) -> None:
     queue.waiting = [one for one in queue.waiting if one.result is None]
 
 
+def fetch_rest(queue: LookupQueue) -> None:
+    """Fetch the rows of all waiting lookups. All ranks call it."""
+    while queue.waiting:
+        fetch_waiting(queue)
+
+
 def _prefetched(queue: LookupQueue) -> tuple[list[tuple[TableRequest, TableCall]], int] | None:
     """Return the result of `request_rows` if the rows were prefetched. All ranks call it."""
     if queue.prefetch is None:
@@ -192,8 +198,7 @@ def open_lookups(queue: LookupQueue) -> Generator[None]:
     queue.is_open, queue.waiting, queue.deferred = True, [], []
     try:
         yield
-        while queue.waiting:  # results that nothing used still count as read
-            fetch_waiting(queue)
+        fetch_rest(queue)  # results that nothing used still count as read
         for lookup in queue.deferred:
             _add_gradient(lookup)
     finally:

@@ -7,7 +7,8 @@ expected ones; otherwise they are fetched again. Letters as in `requests.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -30,7 +31,7 @@ from weft.parallel.tables.requests import (
     joined_blocks,
     totals,
 )
-from weft.parallel.tables.table import Lookup, TableCall
+from weft.parallel.tables.table import Lookup, LookupQueue, TableCall, TableRequest
 from weft.private_torch import split, version_of
 
 # The lookups of the next microbatch.
@@ -223,18 +224,48 @@ def _count_by_rank(mask: Tensor, sizes: Sequence[int]) -> Tensor:
     return F.pad(mask.cumsum(0), (1, 0))[ends].diff()
 
 
-def start_prefetch(lookups: Sequence[Lookup], axis: Axis, device: torch.device, changes: bool) -> RowPrefetch | None:
-    """Begin to fetch the rows of lookups that every rank expects. All ranks call it.
-
-    Returns None without such lookups, or if one is invalid, for which its own call raises the error.
+class Prefetcher:
+    """Prefetches rows of one model's tables. All ranks make the same calls.
 
     Args:
-        lookups: the expected lookups of this rank, or [].
+        queue: lookups of the tables.
         axis: the data ranks.
         device: device of the ids.
-        changes: as in `RowPrefetch`.
     """
-    agreed = agree_on_lookups(lookups, axis, device)
-    if not agreed.requests or agreed.other is not None or agreed.is_refused:
-        return None
-    return RowPrefetch(RowExchange(agreed, axis), axis, changes)
+
+    def __init__(self, queue: LookupQueue, axis: Axis, device: torch.device):
+        self._queue, self._axis, self._device = queue, axis, device
+        self._next: RowPrefetch | None = None
+        self._is_last = False
+
+    def begin_microbatch(self, last: bool) -> None:
+        """Let the lookups of a microbatch use the rows in flight. last: True for the last microbatch of a step."""
+        self._is_last, self._queue.prefetch, self._next = last, self._next, None
+
+    def start(self, microbatch: Any, following: Any) -> None:
+        """Begin to fetch the rows of the next microbatch. Call it after forward.
+
+        It does nothing if ranks expect different lookups, or invalid ones, for which the lookup raises the error.
+
+        Args:
+            microbatch: this microbatch.
+            following: the next one, or None.
+        """
+        lookups = next_lookups(self._queue.first, microbatch, following)
+        agreed = agree_on_lookups(lookups, self._axis, self._device)
+        if agreed.requests and agreed.other is None and not agreed.is_refused:
+            self._next = RowPrefetch(RowExchange(agreed, self._axis), self._axis, self._is_last)
+
+    def check_calls(self) -> None:
+        """As `RowPrefetch.check_calls`, of the rows in flight."""
+        if self._next is not None:
+            self._next.check_calls()
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Change tables in this context by the step."""
+        if self._next is not None:
+            self._next.check_versions()
+        yield
+        if self._next is not None:
+            self._next.accept_update()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft import env
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh
 from weft.devices import access, host_memory
@@ -95,8 +94,7 @@ class PrivateAccumulate(Accumulate):
         units = -(-self._update.most_drawn // (self._mesh.data.size * plan.microbatches_per_step))
         free = access.free_bytes(device)
         if free is None:
-            place = env.rank_env()
-            free = host_memory.free_host_bytes() // (self._mesh.world_size if place is None else place.local_world_size)
+            free = host_memory.free_bytes_of_a_rank()
         found = torch.tensor([row_bytes * rows * units > free / 2], dtype=torch.float64, device=device)
         if self._mesh.world_size > 1:
             found = all_reduce(found, self._mesh.world, op="max")
