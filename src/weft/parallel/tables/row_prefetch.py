@@ -24,7 +24,6 @@ from weft.errors import ModelError
 from weft.parallel.tables.requests import (
     Counts,
     RowExchange,
-    TableRequest,
     agree_on_lookups,
     by_lookup,
     by_rank,
