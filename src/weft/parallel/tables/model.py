@@ -23,7 +23,7 @@ from weft.parallel.tables.joined import join_tables
 from weft.parallel.tables.lookup import fetch_rest, open_lookups, refuse_weight
 from weft.parallel.tables.row_prefetch import Prefetcher
 from weft.parallel.tables.table import Table
-from weft.parallel.tables.table_updates import TableUpdate, WithoutTables, load_updates, take_tables, update_slices
+from weft.parallel.tables.table_updates import TableUpdates
 from weft.parallel.zero_flat.model import FlatModel
 
 
@@ -58,7 +58,7 @@ class TableModel(FlatModel):
             super().__init__(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
         self.tables, self.queue = tables, tables[0].queue
         self._rows = Prefetcher(self.queue, tables[0].axis, mesh.device)
-        self._updates: dict[torch.optim.Optimizer, list[TableUpdate]] = {}
+        self._updates = TableUpdates(self._all_joined, self.axes)
         self._square = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._factor = 1.0
         self.axes.divide_tables({table.name: Placement(whole_shape=table.full_shape) for table in tables})
@@ -125,8 +125,7 @@ class TableModel(FlatModel):
         super().update(optimizer, factor)  # may call `scale`
         self._factor = before * factor
         with self._rows.update():
-            for update in self._updates[optimizer]:
-                update.run(self._factor)
+            self._updates.run(optimizer, self._factor)
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
         raise ModelError(
@@ -137,7 +136,7 @@ class TableModel(FlatModel):
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.has_adopted(optimizer):
-            self._updates[optimizer] = take_tables(optimizer, self._all_joined)
+            self._updates.take(optimizer)
         super().adopt(optimizer)
 
     # --- full tensors ---
@@ -166,13 +165,12 @@ class TableModel(FlatModel):
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
         yield from super().state_slices(optimizer)
-        yield from update_slices(self._updates[optimizer], self.axes)
+        yield from self._updates.slices(optimizer)
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
         self.adopt(optimizer)
-        updates = self._updates[optimizer]
-        super().load_states(optimizer, WithoutTables(source, updates))
-        load_updates(updates, source, self.axes)
+        super().load_states(optimizer, self._updates.others(optimizer, source))
+        self._updates.load(optimizer, source)
 
 
 def add_tables(model: nn.Module, optimizer: torch.optim.Optimizer, rule: TableOptimizer) -> None:

@@ -73,40 +73,78 @@ class TableUpdate:
         table.cache.update(rows, list(self.states.values()), change)
 
 
-def take_tables(optimizer: torch.optim.Optimizer, all_joined: Sequence[JoinedTables]) -> list[TableUpdate]:
-    """Move the tables out of an optimizer's groups, and return their updates.
+class TableUpdates:
+    """Updates of tables by the optimizers that hold them.
 
-    Raises:
-        ModelError: if the optimizer changes rows that a step does not read.
+    Args:
+        all_joined: all tables of a model.
+        axes: the axes of the model.
     """
-    if isinstance(optimizer, ScheduleFreeAdamW):
-        raise ModelError(
-            "optimizer ScheduleFreeAdamW: it evaluates averages of all rows, and tables change only the rows of a "
-            "step. Use AdamW."
-        )
-    tables = {id(table.weight): table for joined in all_joined for table in joined.members}
-    taken: dict[int, tuple[TableOptimizer, dict[str, Any]]] = {}
-    for group in optimizer.param_groups:
-        members = [param for param in group["params"] if id(param) in tables]
-        if not members:
-            continue
-        rule = group.get(GROUP_KEY) or dense_equivalent(optimizer, group)
-        if not isinstance(rule, TableOptimizer):
+
+    def __init__(self, all_joined: Sequence[JoinedTables], axes: AxisMap):
+        self._all_joined, self._axes = all_joined, axes
+        self._updates: dict[torch.optim.Optimizer, list[TableUpdate]] = {}
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the tables out of an optimizer's groups, and create their states.
+
+        Raises:
+            ModelError: if the optimizer changes rows that a step does not read.
+        """
+        if isinstance(optimizer, ScheduleFreeAdamW):
             raise ModelError(
-                f"optimizer {type(optimizer).__name__}: with its settings it changes rows of table "
-                f"{tables[id(members[0])].name!r} that a step does not read. Use run.train_step(..., "
-                "tables=weft.TableOptimizer('lazy_adamw', lr=0.001)), or rowwise_adagrad, adagrad or sgd."
+                "optimizer ScheduleFreeAdamW: it evaluates averages of all rows, and tables change only the rows of a "
+                "step. Use AdamW."
             )
-        names = group.get("param_names")
-        if names is not None:
-            group["param_names"] = [
-                name for name, param in zip(names, group["params"], strict=True) if id(param) not in tables
-            ]
-        group["params"] = [param for param in group["params"] if id(param) not in tables]
-        for param in members:
-            optimizer.state.pop(param, None)
-            taken[id(tables[id(param)])] = rule, group
-    return [update for joined in all_joined for update in _updates_of(joined, taken)]
+        tables = {id(table.weight): table for joined in self._all_joined for table in joined.members}
+        taken: dict[int, tuple[TableOptimizer, dict[str, Any]]] = {}
+        for group in optimizer.param_groups:
+            members = [param for param in group["params"] if id(param) in tables]
+            if not members:
+                continue
+            rule = group.get(GROUP_KEY) or dense_equivalent(optimizer, group)
+            if not isinstance(rule, TableOptimizer):
+                raise ModelError(
+                    f"optimizer {type(optimizer).__name__}: with its settings it changes rows of table "
+                    f"{tables[id(members[0])].name!r} that a step does not read. Use run.train_step(..., "
+                    "tables=weft.TableOptimizer('lazy_adamw', lr=0.001)), or rowwise_adagrad, adagrad or sgd."
+                )
+            names = group.get("param_names")
+            if names is not None:
+                group["param_names"] = [
+                    name for name, param in zip(names, group["params"], strict=True) if id(param) not in tables
+                ]
+            group["params"] = [param for param in group["params"] if id(param) not in tables]
+            for param in members:
+                optimizer.state.pop(param, None)
+                taken[id(tables[id(param)])] = rule, group
+        self._updates[optimizer] = [update for joined in self._all_joined for update in _updates_of(joined, taken)]
+
+    def run(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Update the rows that the step read. All ranks call it. factor: factor of the gradients."""
+        for update in self._updates[optimizer]:
+            update.run(factor)
+
+    def slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
+        """Yield this rank's states as flat slices."""
+        for update in self._updates[optimizer]:
+            for table in update.members:
+                table.flush()
+                for key, value in update.states_of(table).items():
+                    yield from table.slice_of(f"{table.name}/{key}", value, self._axes)
+                yield single_rank_slice(f"{table.name}/{_STEP}", torch.tensor(float(update.step)), table.axis.ranks[0])
+
+    def others(self, optimizer: torch.optim.Optimizer, source: StateSource) -> StateSource:
+        """Return a source without the states of tables."""
+        names = [table.name for update in self._updates[optimizer] for table in update.members]
+        return _Without(source, tuple(f"{name}/" for name in names))
+
+    @torch.no_grad()
+    def load(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
+        """Load the states of tables. Raises CheckpointError if they belong to another optimizer."""
+        for update in self._updates[optimizer]:
+            for table in update.members:
+                _load(update, table, source, self._axes)
 
 
 def _updates_of(joined: JoinedTables, taken: Mapping[int, tuple[TableOptimizer, dict[str, Any]]]) -> list[TableUpdate]:
@@ -120,24 +158,6 @@ def _updates_of(joined: JoinedTables, taken: Mapping[int, tuple[TableOptimizer, 
         rule, group = taken[id(members[0])]
         return [TableUpdate(joined, members, rule, group, joined.table.states(rule))]
     return [TableUpdate(joined, [one], *taken[id(one)], one.states(taken[id(one)][0])) for one in members]
-
-
-def update_slices(updates: Sequence[TableUpdate], axes: AxisMap) -> Iterator[FlatSlice]:
-    """Yield this rank's states as flat slices. axes: the axes of the model."""
-    for update in updates:
-        for table in update.members:
-            table.flush()
-            for key, value in update.states_of(table).items():
-                yield from table.slice_of(f"{table.name}/{key}", value, axes)
-            yield single_rank_slice(f"{table.name}/{_STEP}", torch.tensor(float(update.step)), table.axis.ranks[0])
-
-
-@torch.no_grad()
-def load_updates(updates: Sequence[TableUpdate], source: StateSource, axes: AxisMap) -> None:
-    """Load states. Raises CheckpointError if they belong to another optimizer."""
-    for update in updates:
-        for table in update.members:
-            _load(update, table, source, axes)
 
 
 def _load(update: TableUpdate, table: Table, source: StateSource, axes: AxisMap) -> None:
@@ -158,12 +178,11 @@ def _load(update: TableUpdate, table: Table, source: StateSource, axes: AxisMap)
     update.step = int(read_full(source, f"{table.name}/{_STEP}"))
 
 
-class WithoutTables:
-    """A `StateSource` without the states of tables."""
+class _Without:
+    """A `StateSource` without the entries whose names have one of some prefixes."""
 
-    def __init__(self, source: StateSource, updates: Sequence[TableUpdate]):
-        self._source = source
-        self._prefixes = tuple(f"{table.name}/" for update in updates for table in update.members)
+    def __init__(self, source: StateSource, prefixes: tuple[str, ...]):
+        self._source, self._prefixes = source, prefixes
 
     @property
     def entries(self) -> Mapping[str, SavedTensor]:
