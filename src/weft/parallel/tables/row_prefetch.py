@@ -68,6 +68,8 @@ def same_place(tensor: Tensor, batch: Sequence[Tensor], following: Sequence[Tens
     for source, target in zip(batch, following, strict=True):
         if tensor.dtype != source.dtype or target.dtype != source.dtype or not source.ndim:
             continue
+        if any(one.layout is not torch.strided for one in (tensor, source, target)):  # sparse ones have no storage
+            continue
         offset = tensor.storage_offset() - source.storage_offset()
         if tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
             continue
