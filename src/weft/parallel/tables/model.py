@@ -163,8 +163,6 @@ class TableModel(FlatModel):
         self._prefetch = start_prefetch(lookups, axis, self.device, self._is_last)
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        if self._prefetch is not None:
-            self._prefetch.check_calls()
         square = exchange_gradients(self._all_joined, self.device).view(1)
         sums = square if totals is None else torch.cat([totals, square])
         super().finish(sums)
@@ -187,12 +185,8 @@ class TableModel(FlatModel):
         before = self._factor
         super().update(optimizer, factor)  # may call `scale`
         self._factor = before * factor
-        if self._prefetch is not None:
-            self._prefetch.check_versions()
         for update in self._updates[optimizer]:
             update.run(self._factor)
-        if self._prefetch is not None:
-            self._prefetch.accept_update()
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
         raise ModelError(
