@@ -17,7 +17,7 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.data.batches import with_next
-from weft.errors import CommError, ModelError
+from weft.errors import CommError, DataError, ModelError
 from weft.parallel.tables import row_prefetch
 
 ALL_ROWS = "{user,item,genre,seen,tags}=rows"
@@ -256,3 +256,13 @@ def test_error_in_the_next_batch_comes_in_its_turn():
     assert [next(pairs), next(pairs)] == [(1, 2), (2, None)]
     with pytest.raises(ValueError, match="batch 3"):
         next(pairs)
+
+
+def test_with_next_yields_batches_that_are_none():
+    assert list(with_next([None, 1, None])) == [(None, 1), (1, None), (None, None)]
+
+
+def test_loader_with_one_buffer_is_refused():
+    ids = torch.zeros(8)
+    with pytest.raises(DataError, match="wrote the next batch into the memory of this one"):
+        next(with_next({"ids": ids.fill_(number)[:4]} for number in range(2)))
