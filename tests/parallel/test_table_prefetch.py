@@ -17,7 +17,7 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.data.batches import with_next
-from weft.errors import CommError, ModelError
+from weft.errors import CommError, DataError, ModelError
 from weft.parallel.tables import row_prefetch
 
 ALL_ROWS = "{user,item,genre,seen,tags}=rows"
@@ -119,6 +119,11 @@ def set_rows(script: Script, following) -> None:
         table.weight.mul_(0.5)
 
 
+def set_data(script: Script, following) -> None:
+    for table in script.tables:
+        table.weight.data.mul_(0.5)  # does not count as a new version
+
+
 @torch.no_grad()
 def evaluate(script: Script, following) -> None:
     for one, _ in script.batch(20).counted():
@@ -140,8 +145,9 @@ def save_or_load(folder, script: Script, following) -> None:
         (on_one_rank, nothing, (0, 0)),
         (as_it_comes, set_ids, (0, 3)),
         (as_it_comes, set_rows, (0, 3)),
+        (as_it_comes, set_data, (0, 3)),
         (as_it_comes, evaluate, (3, 0)),
-        (as_it_comes, save_or_load, (1, 2)),
+        (as_it_comes, save_or_load, (3, 0)),  # the other rows are those of the checkpoint
     ],
 )
 def test_rows_are_current(expect, after, counts, plan, ranks2, tmp_path):
@@ -220,6 +226,8 @@ def test_place_of_ids_in_a_batch():
     assert place(ids[:, 1:]).equal(longer[:, 1:])
     assert place(ids[:2]) is None, "not all rows"
     assert place(ids + 1) is None, "not a part of the batch"
+    sparse = ids.to_sparse()
+    assert row_prefetch.same_place(ids, [sparse, ids], [sparse, longer]) is longer
     assert row_prefetch.same_place(ids[:, 2], [ids], [longer[:0]]) is None
     assert row_prefetch.same_place(ids[:, 2], [ids], [longer.int()]) is None
     assert row_prefetch.same_place(ids[:, 2], [ids], [longer.view(9, 2)]) is None
@@ -248,3 +256,13 @@ def test_error_in_the_next_batch_comes_in_its_turn():
     assert [next(pairs), next(pairs)] == [(1, 2), (2, None)]
     with pytest.raises(ValueError, match="batch 3"):
         next(pairs)
+
+
+def test_with_next_yields_batches_that_are_none():
+    assert list(with_next([None, 1, None])) == [(None, 1), (1, None), (None, None)]
+
+
+def test_loader_with_one_buffer_is_refused():
+    ids = torch.zeros(8)
+    with pytest.raises(DataError, match="wrote the next batch into the memory of this one"):
+        next(with_next({"ids": ids.fill_(number)[:4]} for number in range(2)))

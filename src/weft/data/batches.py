@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.devices import access
+from weft.errors import DataError
 from weft.private_torch import version_of, viewed
 
 _ATTRIBUTE, _CHECKS = "_weft_host_values", "_weft_checks"
@@ -109,19 +110,31 @@ def check_batch(holder: Tensor, given: Tensor) -> None:
 
 
 def with_next(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each batch with the next one, or None behind the last. An error in a batch is raised in its turn."""
-    iterator = iter(batches)
-    batch = next(iterator, None)
-    while batch is not None:
-        following, error = None, None
+    """Yield each batch with the next one, or None behind the last. An error in a batch is raised in its turn.
+
+    Raises DataError if reading the next batch writes to this one, as a loader with one buffer does.
+    """
+    iterator, end = iter(batches), object()
+    batch = next(iterator, end)
+    while batch is not end:
+        following, error, versions = end, None, _versions(batch)
         try:
-            following = next(iterator, None)
+            following = next(iterator, end)
         except Exception as found:
             error = found
-        yield batch, following
+        if versions != _versions(batch):
+            raise DataError(
+                "loader: it wrote the next batch into the memory of this one, and with_next holds both. Let collate_fn "
+                "return new tensors."
+            )
+        yield batch, None if following is end else following
         if error is not None:
             raise error
         batch = following
+
+
+def _versions(batch: Any) -> list[int]:
+    return [version_of(one) for one in tensors_in(batch) if not one.is_inference()]
 
 
 # Batch containers: tensors in tuples, lists, mappings and dataclasses, nested as collate functions produce them.

@@ -20,7 +20,7 @@ from weft.parallel.state.placement import Placement
 from weft.parallel.tables.apply import materialize_tables, outside_model
 from weft.parallel.tables.exchange import exchange_gradients
 from weft.parallel.tables.joined import join_tables
-from weft.parallel.tables.lookup import fetch_rest, open_lookups, refuse_weight
+from weft.parallel.tables.lookup import open_lookups, refuse_weight
 from weft.parallel.tables.row_prefetch import Prefetcher
 from weft.parallel.tables.table import Table
 from weft.parallel.tables.table_updates import TableUpdates
@@ -97,11 +97,9 @@ class TableModel(FlatModel):
 
     def prefetch(self, microbatch: Any, following: Any) -> None:
         if self.queue.prefetches:
-            fetch_rest(self.queue)
             self._rows.start(microbatch, following)
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        self._rows.check_calls()
         square = exchange_gradients(self._all_joined, self.device).view(1)
         sums = square if totals is None else torch.cat([totals, square])
         super().finish(sums)
@@ -124,8 +122,7 @@ class TableModel(FlatModel):
         before = self._factor
         super().update(optimizer, factor)  # may call `scale`
         self._factor = before * factor
-        with self._rows.update():
-            self._updates.run(optimizer, self._factor)
+        self._updates.run(optimizer, self._factor)
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
         raise ModelError(

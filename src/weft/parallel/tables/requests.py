@@ -100,7 +100,8 @@ def request_rows(lookups: Sequence[Lookup]) -> tuple[list[tuple[TableRequest, Ta
     if agreed.is_refused:
         _refuse(agreed.lookups, axis)
     exchange = RowExchange(agreed, axis)
-    rows = exchange.start(exchange.wanted, agreed.receive, agreed.send).wait()
+    message = exchange.message(exchange.wanted, agreed.receive)
+    rows = exchange.start(message, agreed.receive, agreed.send).wait()
     return exchange.calls(exchange.received(rows, agreed.send)), exchange.most
 
 
@@ -138,17 +139,28 @@ class RowExchange:
     def _to_receive(self, take: Counts) -> Counts:
         return [[c * width for c, width in zip(*one, strict=True)] for one in zip(take, self._widths, strict=True)]
 
-    def start(self, rows: Sequence[Tensor], give: Counts, take: Counts) -> Pending:
-        """Begin to send rows of this rank's part. All ranks call it.
+    def message(self, rows: Sequence[Tensor], give: Counts) -> Tensor:
+        """Return rows of this rank's part in one vector.
 
         Args:
             rows: by request, the rows to send, in order of the ranks.
             give: their number by request and rank.
+        """
+        to_send = self._to_send(give)
+        values = [
+            one.table.read(some, one.trains).view(-1) for one, some in zip(self.agreed.requests, rows, strict=True)
+        ]
+        return by_rank([split(one, sizes) for one, sizes in zip(values, to_send, strict=True)])
+
+    def start(self, message: Tensor, give: Counts, take: Counts) -> Pending:
+        """Begin to send rows. All ranks call it.
+
+        Args:
+            message: from `message`.
+            give: number of its rows by request and rank.
             take: number of rows that arrive, by request and rank.
         """
-        requests, to_send, to_receive = self.agreed.requests, self._to_send(give), self._to_receive(take)
-        values = [one.table.read(some, one.trains).view(-1) for one, some in zip(requests, rows, strict=True)]
-        message = by_rank([split(one, sizes) for one, sizes in zip(values, to_send, strict=True)])
+        to_send, to_receive = self._to_send(give), self._to_receive(take)
         return start_all_to_all(message, self._axis, send=totals(to_send), receive=totals(to_receive), most=self.most)
 
     def received(self, message: Tensor, take: Counts) -> list[Tensor]:

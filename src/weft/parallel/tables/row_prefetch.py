@@ -2,13 +2,12 @@
 
 The next ids are the parts of the next microbatch where this one has the ids of its lookups. Rows that the step changes
 are sent after its update, so no row is sent twice. Prefetched rows are used only if the lookups of all ranks are the
-expected ones; otherwise they are fetched again. Letters as in `requests.py`.
+expected ones and no sent row has changed; otherwise they are fetched again. Letters as in `requests.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +20,7 @@ from weft.comm.mesh import Axis
 from weft.comm.peer import all_to_all
 from weft.data.batches import tensors_in
 from weft.errors import ModelError
+from weft.parallel.tables.lookup import fetch_rest
 from weft.parallel.tables.requests import (
     Counts,
     RowExchange,
@@ -31,7 +31,7 @@ from weft.parallel.tables.requests import (
     totals,
 )
 from weft.parallel.tables.table import Lookup, LookupQueue, TableCall, TableRequest
-from weft.private_torch import split, version_of
+from weft.private_torch import split
 
 # The lookups of the next microbatch.
 
@@ -68,6 +68,8 @@ def same_place(tensor: Tensor, batch: Sequence[Tensor], following: Sequence[Tens
     for source, target in zip(batch, following, strict=True):
         if tensor.dtype != source.dtype or target.dtype != source.dtype or not source.ndim:
             continue
+        if any(one.layout is not torch.strided for one in (tensor, source, target)):  # sparse ones have no storage
+            continue
         offset = tensor.storage_offset() - source.storage_offset()
         if tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
             continue
@@ -98,46 +100,32 @@ class RowPrefetch:
 
     def __init__(self, exchange: RowExchange, axis: Axis, changes: bool):
         self._exchange, self._axis = exchange, axis
-        self._requests = exchange.agreed.requests
         self._late = _LateRows(exchange, axis) if changes else None
         self._early = exchange.wanted if self._late is None else self._late.others
-        self._rows = exchange.start(self._early, *_counts_of(exchange, self._late))
-        self._num_calls = [len(one.table.calls) for one in self._requests]
-        self._is_stale = torch.zeros((), dtype=torch.bool, device=self._requests[0].unique_U.device)
-        self._versions: list[int] = []
-        self.accept_update()
+        self._give, self._take = _counts_of(exchange, self._late)
+        self._sent = exchange.message(self._early, self._give)
+        self._rows = exchange.start(self._sent, self._give, self._take)
 
     @property
     def most(self) -> int:
         """Maximum number of elements of rows that any rank sends to another."""
         return self._exchange.most
 
-    def _current_versions(self) -> list[int]:
-        joined = [one.joined for one in self._requests]
-        return [version_of(one.weight) for each in joined for one in (each.table, *each.members)]
+    def _is_stale(self) -> Tensor:
+        """Return True, 0-d, if a row has changed since it was sent.
 
-    def check_calls(self) -> None:
-        """Find out if a lookup after the prefetch read a row that was sent. Call it before gradients are exchanged."""
-        for early, request, number in zip(self._early, self._requests, self._num_calls, strict=True):
-            if more := request.table.calls[number:]:
-                self._is_stale |= torch.isin(early, torch.cat([call.wanted for call in more])).any()
-
-    def check_versions(self) -> None:
-        """Find out if code outside the step changed a table. Call it before an update."""
-        self._is_stale |= self._versions != self._current_versions()
-
-    def accept_update(self) -> None:
-        """Remember the state of the tables after an update, which changed no row that was sent."""
-        self._versions = self._current_versions()
+        Version counters miss changes by `weight.data`.
+        """
+        now = self._exchange.message(self._early, self._give)
+        return (now.view(torch.int32) != self._sent.view(torch.int32)).any()  # bits, as NaN is not equal to itself
 
     def calls(self, waiting: Sequence[Lookup]) -> list[tuple[TableRequest, TableCall]] | None:
         """Return the requests with their rows, or None if the rows must be fetched again. All ranks call it.
 
         waiting: the lookups of this rank that wait for rows.
         """
-        self.check_versions()
-        planned = self._exchange.agreed.lookups
-        lookups, is_other = waiting[: len(planned)], self._is_stale
+        planned, is_other = self._exchange.agreed.lookups, self._is_stale()
+        lookups = waiting[: len(planned)]
         if [_kind(one) for one in planned] == [_kind(one) for one in lookups]:
             ids, others = ([one.ids for one in each] for each in (planned, lookups))
             is_other = is_other | (torch.cat(ids) != torch.cat(others)).any()
@@ -147,10 +135,10 @@ class RowPrefetch:
         if bool(all_reduce(is_other.int().view(1), self._axis, op="max")):
             return None
         actual = {id(one): other for one, other in zip(planned, lookups, strict=True)}
-        for request in self._requests:
+        for request in self._exchange.agreed.requests:
             request.lookups = [actual[id(one)] for one in request.lookups]
         late, exchange = self._late, self._exchange
-        found = exchange.received(arrived, _counts_of(exchange, late)[1])
+        found = exchange.received(arrived, self._take)
         return exchange.calls(found if late is None else late.added_to(found))
 
 
@@ -209,7 +197,8 @@ class _LateRows:
 
         others: by request, the rows that were sent before.
         """
-        arrived = self._exchange.start(self._rows, self.give, self.take).wait()
+        message = self._exchange.message(self._rows, self.give)
+        arrived = self._exchange.start(message, self.give, self.take).wait()
         found: list[Tensor] = []
         for order, *parts in zip(self._order, others, self._exchange.received(arrived, self.take), strict=True):
             both = torch.cat(parts)
@@ -250,21 +239,8 @@ class Prefetcher:
             microbatch: this microbatch.
             following: the next one, or None.
         """
+        fetch_rest(self._queue)
         lookups = next_lookups(self._queue.first, microbatch, following)
         agreed = agree_on_lookups(lookups, self._axis, self._device)
         if agreed.requests and agreed.other is None and not agreed.is_refused:
             self._next = RowPrefetch(RowExchange(agreed, self._axis), self._axis, self._is_last)
-
-    def check_calls(self) -> None:
-        """As `RowPrefetch.check_calls`, of the rows in flight."""
-        if self._next is not None:
-            self._next.check_calls()
-
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Change tables in this context by the step."""
-        if self._next is not None:
-            self._next.check_versions()
-        yield
-        if self._next is not None:
-            self._next.accept_update()
