@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import math
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ class HostSettings:
         handle, path = tempfile.mkstemp(prefix="table-", suffix=".rows", dir=self.folder)
         try:
             _reserve(handle, size)
-            return torch.from_file(path, shared=True, size=number, dtype=dtype).view(tuple(shape))
+            mapped = mmap.mmap(handle, size)
         except OSError as error:
             why = "it has too little space" if error.errno == errno.ENOSPC else os.strerror(error.errno or 0)
             raise ConfigError(
@@ -66,6 +67,9 @@ class HostSettings:
         finally:
             os.close(handle)
             os.unlink(path)  # the mapping remains
+        # Without this, Linux may cache the file in pages of up to 2 MiB, and a changed row writes its whole page.
+        mapped.madvise(mmap.MADV_RANDOM)
+        return torch.frombuffer(mapped, dtype=dtype).view(tuple(shape))
 
 
 def _reserve(handle: int, size_bytes: int) -> None:
