@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -80,11 +81,18 @@ def _reserve(handle: int, size_bytes: int) -> None:
         os.ftruncate(handle, size_bytes)
 
 
+def _copy_rows(kept: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor]) -> None:
+    """Copy values to rows of host tensors. Their version counters do not change, unlike when other code writes."""
+    for one, value in zip(kept, values, strict=True):
+        one.data.index_copy_(0, rows, value)
+
+
 class CachedRows:
     """A cache on the device of rows of host tensors.
 
     A slot is reused if no call has read its row since the hand last passed it (the clock algorithm). A row that is read
-    in training enters the cache, if a slot is free.
+    in training enters the cache, if a slot is free. A thread writes changed rows that leave the cache, while the step
+    continues. `update` waits for it, so that no write is pending between steps.
 
     Args:
         weight: this rank's rows in host memory, (rows, C).
@@ -103,6 +111,8 @@ class CachedRows:
         self._row_of_slot = torch.full((num_slots,), -1)
         self._used, self._changed = (torch.zeros(num_slots, dtype=torch.bool) for _ in range(2))
         self._hand = 0
+        self._writer = ThreadPoolExecutor(1, "weft-table-rows")
+        self._write: Future[None] | None = None
         self.add(weight)
 
     @property
@@ -126,6 +136,7 @@ class CachedRows:
             rows: their indices on the device, (M,). They may repeat.
             enters: True to cache rows that are not cached.
         """
+        self._settle()
         self._expect_current()
         where = rows.cpu()
         if enters:
@@ -163,19 +174,19 @@ class CachedRows:
             mine = slots[cached]
             self._changed[mine] = True
             change([self._cached[place] for place in places], mine.to(self._device), cached.to(self._device))
+        self._settle()
         if len(others):
             index = where[others]
             staged = [self._kept[place].index_select(0, index).to(self._device) for place in places]
             change(staged, torch.arange(len(others), device=self._device), others.to(self._device))
-            for place, one in zip(places, staged, strict=True):
-                self._kept[place].index_copy_(0, index, one.cpu())
-            self._versions = [version_of(one) for one in self._kept]
+            _copy_rows([self._kept[place] for place in places], index, [one.cpu() for one in staged])
 
     def flush(self) -> None:
         """Copy changed rows to the host tensors. The cache stays valid."""
         if self._kept:
             self._expect_current()
             self._write_back(self._changed.nonzero().flatten())
+            self._settle()
 
     def _expect_current(self) -> None:
         """Empty the cache if other code changed the host tensors, as loading a checkpoint does."""
@@ -190,13 +201,20 @@ class CachedRows:
         self._changed.zero_()
 
     def _write_back(self, slots: Tensor) -> None:
+        """Begin to copy the rows of slots to the host tensors. `_settle` waits for the end."""
+        self._settle()
         if not len(slots):
             return
         rows, there = self._row_of_slot[slots], slots.to(self._device)
-        for kept, cached in zip(self._kept, self._cached, strict=True):
-            kept.index_copy_(0, rows, cached.index_select(0, there).cpu())
+        staged = [cached.index_select(0, there).cpu() for cached in self._cached]
         self._changed[slots] = False
-        self._versions = [version_of(one) for one in self._kept]
+        self._write = self._writer.submit(_copy_rows, list(self._kept), rows, staged)
+
+    def _settle(self) -> None:
+        """Wait until the host tensors have the rows that left the cache."""
+        if self._write is not None:
+            self._write.result()
+            self._write = None
 
     def _admit(self, where: Tensor) -> None:
         """Cache rows, as far as slots are free. Rows that are cached already keep their slots."""
