@@ -5,6 +5,7 @@ A row and its optimizer states move together. The cache never changes values. M 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import mmap
@@ -23,6 +24,10 @@ from weft.units import format_bytes
 
 #: Minimum number of slots that the hand of the cache examines together.
 _WINDOW = 1024
+#: Number of threads that read or write rows of mapped files.
+_THREADS = 16
+#: Elements that torch copies by index without threads of its own.
+_SERIAL = 2**15 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class HostSettings:
         handle, path = tempfile.mkstemp(prefix="table-", suffix=".rows", dir=self.folder)
         try:
             _reserve(handle, size)
-            mapped = mmap.mmap(handle, size)
+            mapped = torch.from_file(path, shared=True, size=number, dtype=dtype)
         except OSError as error:
             why = "it has too little space" if error.errno == errno.ENOSPC else os.strerror(error.errno or 0)
             raise ConfigError(
@@ -68,9 +73,8 @@ class HostSettings:
         finally:
             os.close(handle)
             os.unlink(path)  # the mapping remains
-        # Without this, Linux may cache the file in pages of up to 2 MiB, and a changed row writes its whole page.
-        mapped.madvise(mmap.MADV_RANDOM)
-        return torch.frombuffer(mapped, dtype=dtype).view(tuple(shape))
+        _advise_random(mapped)
+        return mapped.view(tuple(shape))
 
 
 def _reserve(handle: int, size_bytes: int) -> None:
@@ -81,8 +85,54 @@ def _reserve(handle: int, size_bytes: int) -> None:
         os.ftruncate(handle, size_bytes)
 
 
-def _copy_rows(kept: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor]) -> None:
-    """Copy values to rows of host tensors. Their version counters do not change, unlike when other code writes."""
+def _advise_random(mapped: Tensor) -> None:
+    """Tell the kernel that rows are read and written in random order.
+
+    Otherwise Linux may cache the file in pages of up to 2 MiB, and one changed row writes its whole page to the disk.
+    """
+    # Python's mmap would keep a file descriptor open for each tensor.
+    address, size = ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes)
+    ctypes.CDLL(None).madvise(address, size, mmap.MADV_RANDOM)
+
+
+class _RowCopies:
+    """Copies rows from and to host tensors.
+
+    Rows of mapped files are copied by many threads, because each may wait for the disk.
+
+    Args:
+        weight: the first of the host tensors.
+    """
+
+    def __init__(self, weight: Tensor):
+        is_mapped = weight.untyped_storage().filename is not None
+        self._threads = ThreadPoolExecutor(_THREADS if is_mapped else 1, "weft-table-rows")
+        self._at_once = max(1, _SERIAL // math.prod(weight.shape[1:])) if is_mapped else max(1, len(weight))
+        self._writes: list[Future[None]] = []
+
+    def read(self, kept: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+        """Return rows of each tensor, (M, ...)."""
+        self.settle()
+        parts = rows.split(self._at_once)
+        if len(parts) == 1:
+            return [one.index_select(0, rows) for one in kept]
+        found = self._threads.map(lambda part: [one.index_select(0, part) for one in kept], parts)
+        return [torch.cat(values) for values in zip(*found, strict=True)]
+
+    def begin_write(self, kept: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor]) -> None:
+        """Begin to copy values to rows of each tensor. The tensors' version counters do not change."""
+        self.settle()
+        parts = [rows.split(self._at_once), *(one.split(self._at_once) for one in values)]
+        self._writes = [self._threads.submit(_write, kept, *part) for part in zip(*parts, strict=True)]
+
+    def settle(self) -> None:
+        """Wait until the values of `begin_write` are in the host tensors."""
+        writes, self._writes = self._writes, []
+        for one in writes:
+            one.result()
+
+
+def _write(kept: Sequence[Tensor], rows: Tensor, *values: Tensor) -> None:
     for one, value in zip(kept, values, strict=True):
         one.data.index_copy_(0, rows, value)
 
@@ -91,8 +141,8 @@ class CachedRows:
     """A cache on the device of rows of host tensors.
 
     A slot is reused if no call has read its row since the hand last passed it (the clock algorithm). A row that is read
-    in training enters the cache, if a slot is free. A thread writes changed rows that leave the cache, while the step
-    continues. `update` waits for it, so that no write is pending between steps.
+    in training enters the cache, if a slot is free. Threads write changed rows that leave the cache while the step
+    continues. `update` waits for them, so that no write is pending between steps.
 
     Args:
         weight: this rank's rows in host memory, (rows, C).
@@ -111,8 +161,7 @@ class CachedRows:
         self._row_of_slot = torch.full((num_slots,), -1)
         self._used, self._changed = (torch.zeros(num_slots, dtype=torch.bool) for _ in range(2))
         self._hand = 0
-        self._writer = ThreadPoolExecutor(1, "weft-table-rows")
-        self._write: Future[None] | None = None
+        self._copies = _RowCopies(weight)
         self.add(weight)
 
     @property
@@ -136,7 +185,6 @@ class CachedRows:
             rows: their indices on the device, (M,). They may repeat.
             enters: True to cache rows that are not cached.
         """
-        self._settle()
         self._expect_current()
         where = rows.cpu()
         if enters:
@@ -146,12 +194,10 @@ class CachedRows:
         if bool(is_cached.all()):
             return self._cached[0].index_select(0, slots.to(self._device))
         found = torch.empty(len(rows), *self.weight.shape[1:], dtype=self.weight.dtype, device=self._device)
-        for mine, source, index in ((is_cached, self._cached[0], slots), (~is_cached, self.weight, where)):
-            there = index[mine].to(source.device)
-            found.index_copy_(
-                0, mine.nonzero().flatten().to(self._device), source.index_select(0, there).to(self._device)
-            )
-        return found
+        cached, others = is_cached.nonzero().flatten(), (~is_cached).nonzero().flatten()
+        found.index_copy_(0, cached.to(self._device), self._cached[0].index_select(0, slots[cached].to(self._device)))
+        (values,) = self._copies.read([self.weight], where[others])
+        return found.index_copy_(0, others.to(self._device), values.to(self._device))
 
     def update(
         self, rows: Tensor, kept: Sequence[Tensor], change: Callable[[list[Tensor], Tensor, Tensor], None]
@@ -174,19 +220,20 @@ class CachedRows:
             mine = slots[cached]
             self._changed[mine] = True
             change([self._cached[place] for place in places], mine.to(self._device), cached.to(self._device))
-        self._settle()
+        self._copies.settle()
         if len(others):
-            index = where[others]
-            staged = [self._kept[place].index_select(0, index).to(self._device) for place in places]
+            index, kept = where[others], [self._kept[place] for place in places]
+            staged = [one.to(self._device) for one in self._copies.read(kept, index)]
             change(staged, torch.arange(len(others), device=self._device), others.to(self._device))
-            _copy_rows([self._kept[place] for place in places], index, [one.cpu() for one in staged])
+            self._copies.begin_write(kept, index, [one.cpu() for one in staged])
+            self._copies.settle()
 
     def flush(self) -> None:
         """Copy changed rows to the host tensors. The cache stays valid."""
         if self._kept:
             self._expect_current()
             self._write_back(self._changed.nonzero().flatten())
-            self._settle()
+            self._copies.settle()
 
     def _expect_current(self) -> None:
         """Empty the cache if other code changed the host tensors, as loading a checkpoint does."""
@@ -201,20 +248,13 @@ class CachedRows:
         self._changed.zero_()
 
     def _write_back(self, slots: Tensor) -> None:
-        """Begin to copy the rows of slots to the host tensors. `_settle` waits for the end."""
-        self._settle()
+        """Begin to copy the rows of slots to the host tensors."""
         if not len(slots):
             return
-        rows, there = self._row_of_slot[slots], slots.to(self._device)
+        there = slots.to(self._device)
         staged = [cached.index_select(0, there).cpu() for cached in self._cached]
+        self._copies.begin_write(self._kept, self._row_of_slot[slots], staged)
         self._changed[slots] = False
-        self._write = self._writer.submit(_copy_rows, list(self._kept), rows, staged)
-
-    def _settle(self) -> None:
-        """Wait until the host tensors have the rows that left the cache."""
-        if self._write is not None:
-            self._write.result()
-            self._write = None
 
     def _admit(self, where: Tensor) -> None:
         """Cache rows, as far as slots are free. Rows that are cached already keep their slots."""
@@ -226,12 +266,13 @@ class CachedRows:
         missing = missing[: len(free)]
         if not len(missing):
             return
+        values = self._copies.read(self._kept, missing)
         self._write_back(free[self._changed[free]])
         before = self._row_of_slot[free]
         self._slot_of_row[before[before >= 0]] = -1
         there = free.to(self._device)
-        for kept, cached in zip(self._kept, self._cached, strict=True):
-            cached.index_copy_(0, there, kept.index_select(0, missing).to(self._device))
+        for cached, value in zip(self._cached, values, strict=True):
+            cached.index_copy_(0, there, value.to(self._device))
         self._row_of_slot[free] = missing
         self._slot_of_row[missing] = free.int()
 
