@@ -164,7 +164,8 @@ def test_many_rows_in_parts_equal_a_plain_table(folder, tmp_path):
         cache.update(rows, [sums], change)
         want[rows], want_sums[rows] = want[rows] * 2 + 1, want_sums[rows] * 2 + 1
     cache.flush()
-    assert torch.equal(weight, want) and torch.equal(sums, want_sums)
+    assert torch.equal(weight, want)
+    assert torch.equal(sums, want_sums)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="Linux lists mappings")
