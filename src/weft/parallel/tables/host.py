@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import math
 import mmap
 import os
@@ -95,35 +96,44 @@ def _advise_random(mapped: Tensor) -> None:
     ctypes.CDLL(None).madvise(address, size, mmap.MADV_RANDOM)
 
 
+@functools.cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads that all tables of a process share. They do not exist in a forked child."""
+    return ThreadPoolExecutor(_THREADS, "weft-table-rows")
+
+
 class _RowCopies:
     """Copies rows from and to host tensors.
 
-    Rows of mapped files are copied by many threads, because each may wait for the disk.
+    Rows of mapped files are copied by many threads, because each may wait for the disk. Otherwise one thread writes.
 
     Args:
         weight: the first of the host tensors.
     """
 
     def __init__(self, weight: Tensor):
-        is_mapped = weight.untyped_storage().filename is not None
-        self._threads = ThreadPoolExecutor(_THREADS if is_mapped else 1, "weft-table-rows")
-        self._at_once = max(1, _SERIAL // math.prod(weight.shape[1:])) if is_mapped else max(1, len(weight))
+        self._is_mapped = weight.untyped_storage().filename is not None
+        self._at_once = max(1, _SERIAL // max(1, math.prod(weight.shape[1:])))
         self._writes: list[Future[None]] = []
 
     def read(self, kept: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
         """Return rows of each tensor, (M, ...)."""
         self.settle()
-        parts = rows.split(self._at_once)
-        if len(parts) == 1:
+        if not self._is_mapped or len(rows) <= self._at_once:
             return [one.index_select(0, rows) for one in kept]
-        found = self._threads.map(lambda part: [one.index_select(0, part) for one in kept], parts)
-        return [torch.cat(values) for values in zip(*found, strict=True)]
+        parts = _threads(os.getpid()).map(
+            lambda part: [one.index_select(0, part) for one in kept], rows.split(self._at_once)
+        )
+        return [torch.cat(values) for values in zip(*parts, strict=True)]
 
     def begin_write(self, kept: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor]) -> None:
         """Begin to copy values to rows of each tensor. The tensors' version counters do not change."""
         self.settle()
-        parts = [rows.split(self._at_once), *(one.split(self._at_once) for one in values)]
-        self._writes = [self._threads.submit(_write, kept, *part) for part in zip(*parts, strict=True)]
+        pieces = [one.split(self._at_once) for one in (rows, *values)]
+        parts = list(zip(*pieces, strict=True))
+        number = min(len(parts), _THREADS) if self._is_mapped else 1
+        submit = _threads(os.getpid()).submit
+        self._writes = [submit(_write, list(kept), parts[first::number]) for first in range(number)]
 
     def settle(self) -> None:
         """Wait until the values of `begin_write` are in the host tensors."""
@@ -132,9 +142,11 @@ class _RowCopies:
             one.result()
 
 
-def _write(kept: Sequence[Tensor], rows: Tensor, *values: Tensor) -> None:
-    for one, value in zip(kept, values, strict=True):
-        one.data.index_copy_(0, rows, value)
+def _write(kept: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+    """Copy values to rows of tensors. parts: rows, (M,), and their values in each tensor."""
+    for rows, *values in parts:
+        for one, value in zip(kept, values, strict=True):
+            one.data.index_copy_(0, rows, value)
 
 
 class CachedRows:
