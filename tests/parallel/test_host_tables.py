@@ -169,14 +169,23 @@ def test_many_rows_in_parts_equal_a_plain_table(folder, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="Linux lists mappings")
-def test_mapped_file_is_advised_as_random_and_keeps_no_descriptor(tmp_path):
+def test_mapped_file_is_read_in_random_order_except_for_checkpoints(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     mapped = HostSettings(folder=str(tmp_path)).zeros((5000, 8), torch.float32)
     assert len(os.listdir("/proc/self/fd")) == before
+    cache = CachedRows(mapped, 0.1, torch.device("cpu"))
+    assert is_random(mapped)
+    cache.flush()  # a checkpoint follows
+    assert not is_random(mapped)
+    cache.read(torch.arange(4), enters=True)
+    assert is_random(mapped)
+
+
+def is_random(mapped: torch.Tensor) -> bool:
     with open("/proc/self/smaps") as file:
         mapping = file.read().partition(f"{mapped.data_ptr():08x}-")[2]
     flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags:"))
-    assert "rr" in flags.split()
+    return "rr" in flags.split()
 
 
 def test_device_holds_only_the_cache():

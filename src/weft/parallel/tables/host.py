@@ -74,7 +74,7 @@ class HostSettings:
         finally:
             os.close(handle)
             os.unlink(path)  # the mapping remains
-        _advise_random(mapped)
+        _advise(mapped, mmap.MADV_RANDOM)
         return mapped.view(tuple(shape))
 
 
@@ -86,14 +86,11 @@ def _reserve(handle: int, size_bytes: int) -> None:
         os.ftruncate(handle, size_bytes)
 
 
-def _advise_random(mapped: Tensor) -> None:
-    """Tell the kernel that rows are read and written in random order.
-
-    Otherwise Linux may cache the file in pages of up to 2 MiB, and one changed row writes its whole page to the disk.
-    """
+def _advise(mapped: Tensor, advice: int) -> None:
+    """Tell the kernel in which order a mapped file is read."""
     # Python's mmap would keep a file descriptor open for each tensor.
     address, size = ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes)
-    ctypes.CDLL(None).madvise(address, size, mmap.MADV_RANDOM)
+    ctypes.CDLL(None).madvise(address, size, advice)
 
 
 @functools.cache
@@ -115,10 +112,21 @@ class _RowCopies:
         self._is_mapped = weight.untyped_storage().filename is not None
         self._at_once = max(1, _SERIAL // max(1, math.prod(weight.shape[1:])))
         self._writes: list[Future[None]] = []
+        self._is_random = True  # as HostSettings.zeros has advised
+
+    def expect(self, kept: Sequence[Tensor], is_random: bool) -> None:
+        """Prepare files for steps, whose rows are in random order, or for checkpoints, which read all rows in order.
+
+        Without advice, Linux reads ahead and caches the file in pages of up to 2 MiB. One changed row then writes its
+        whole page to the disk.
+        """
+        if self._is_mapped and is_random != self._is_random:
+            for one in kept:
+                _advise(one, mmap.MADV_RANDOM if is_random else mmap.MADV_NORMAL)
+        self._is_random = is_random
 
     def read(self, kept: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
-        """Return rows of each tensor, (M, ...)."""
-        self.settle()
+        """Return rows of each tensor, (M, ...). None of them may be among those of a write that has not ended."""
         if not self._is_mapped or len(rows) <= self._at_once:
             return [one.index_select(0, rows) for one in kept]
         parts = _threads(os.getpid()).map(
@@ -197,6 +205,8 @@ class CachedRows:
             rows: their indices on the device, (M,). They may repeat.
             enters: True to cache rows that are not cached.
         """
+        self._copies.settle()
+        self._copies.expect(self._kept, is_random=True)
         self._expect_current()
         where = rows.cpu()
         if enters:
@@ -246,6 +256,7 @@ class CachedRows:
             self._expect_current()
             self._write_back(self._changed.nonzero().flatten())
             self._copies.settle()
+            self._copies.expect(self._kept, is_random=False)
 
     def _expect_current(self) -> None:
         """Empty the cache if other code changed the host tensors, as loading a checkpoint does."""
