@@ -27,7 +27,7 @@ from weft.units import format_bytes
 _WINDOW = 1024
 #: Number of threads that read or write rows of mapped files.
 _THREADS = 16
-#: Elements that torch copies by index without threads of its own.
+#: Most elements that torch copies by index in one thread.
 _SERIAL = 2**15 - 1
 
 
@@ -126,7 +126,7 @@ class _RowCopies:
         self._is_random = is_random
 
     def read(self, kept: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
-        """Return rows of each tensor, (M, ...). None of them may be among those of a write that has not ended."""
+        """Return rows of each tensor, (M, ...). A pending write must not contain any of these rows."""
         if not self._is_mapped or len(rows) <= self._at_once:
             return [one.index_select(0, rows) for one in kept]
         parts = _threads(os.getpid()).map(
@@ -136,14 +136,14 @@ class _RowCopies:
 
     def begin_write(self, kept: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor]) -> None:
         """Begin to copy values to rows of each tensor. The tensors' version counters do not change."""
-        self.settle()
+        self.wait()
         pieces = [one.split(self._at_once) for one in (rows, *values)]
         parts = list(zip(*pieces, strict=True))
         number = min(len(parts), _THREADS) if self._is_mapped else 1
         submit = _threads(os.getpid()).submit
         self._writes = [submit(_write, list(kept), parts[first::number]) for first in range(number)]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the values of `begin_write` are in the host tensors."""
         writes, self._writes = self._writes, []
         for one in writes:
@@ -205,7 +205,7 @@ class CachedRows:
             rows: their indices on the device, (M,). They may repeat.
             enters: True to cache rows that are not cached.
         """
-        self._copies.settle()
+        self._copies.wait()
         self._copies.expect(self._kept, is_random=True)
         self._expect_current()
         where = rows.cpu()
@@ -242,20 +242,20 @@ class CachedRows:
             mine = slots[cached]
             self._changed[mine] = True
             change([self._cached[place] for place in places], mine.to(self._device), cached.to(self._device))
-        self._copies.settle()
+        self._copies.wait()
         if len(others):
             index, kept = where[others], [self._kept[place] for place in places]
             staged = [one.to(self._device) for one in self._copies.read(kept, index)]
             change(staged, torch.arange(len(others), device=self._device), others.to(self._device))
             self._copies.begin_write(kept, index, [one.cpu() for one in staged])
-            self._copies.settle()
+            self._copies.wait()
 
     def flush(self) -> None:
         """Copy changed rows to the host tensors. The cache stays valid."""
         if self._kept:
             self._expect_current()
             self._write_back(self._changed.nonzero().flatten())
-            self._copies.settle()
+            self._copies.wait()
             self._copies.expect(self._kept, is_random=False)
 
     def _expect_current(self) -> None:
