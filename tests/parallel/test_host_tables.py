@@ -112,7 +112,7 @@ def test_cache_reads_rows_that_other_code_changed():
     assert cache.read(torch.tensor([2, 9]), enters=True).sum() == 10
 
 
-def test_rows_that_leave_the_cache_are_current_before_their_write_ends(monkeypatch):
+def test_rows_that_leave_the_cache_are_current_before_their_write_ends(monkeypatch, tmp_path):
     write = host._write
 
     def slow_write(*args):
@@ -120,7 +120,7 @@ def test_rows_that_leave_the_cache_are_current_before_their_write_ends(monkeypat
         write(*args)
 
     monkeypatch.setattr(host, "_write", slow_write)
-    weight = torch.zeros(40, 2)
+    weight = HostSettings(folder=str(tmp_path)).zeros((40, 2), torch.float32)
     cache = CachedRows(weight, 0.1, torch.device("cpu"))
     want = weight.clone()
     for start in (0, 4, 8, 0, 4, 20, 8):
@@ -133,12 +133,12 @@ def test_rows_that_leave_the_cache_are_current_before_their_write_ends(monkeypat
     assert torch.equal(weight, want)
 
 
-def test_failed_write_of_rows_is_reported(monkeypatch):
+def test_failed_write_of_rows_is_reported(monkeypatch, tmp_path):
     def full(*args):
         raise OSError("no space")
 
     monkeypatch.setattr(host, "_write", full)
-    cache = CachedRows(torch.zeros(40, 2), 0.1, torch.device("cpu"))
+    cache = CachedRows(HostSettings(folder=str(tmp_path)).zeros((40, 2), torch.float32), 0.1, torch.device("cpu"))
     cache.read(torch.arange(4), enters=True)
     cache.update(torch.arange(4), [], lambda tensors, index, mine: tensors[0].index_fill_(0, index, 1.0))
     with pytest.raises(OSError, match="no space"):

@@ -102,7 +102,8 @@ def _threads(process: int) -> ThreadPoolExecutor:
 class _RowCopies:
     """Copies rows from and to host tensors.
 
-    Rows of mapped files are copied by many threads, because each may wait for the disk. Otherwise one thread writes.
+    Rows of mapped files are copied by many threads, because each may wait for the disk. Rows in memory are copied at
+    the call.
 
     Args:
         weight: the first of the host tensors.
@@ -137,9 +138,12 @@ class _RowCopies:
     def begin_write(self, kept: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor]) -> None:
         """Begin to copy values to rows of each tensor. The tensors' version counters do not change."""
         self.wait()
+        if not self._is_mapped:
+            _write(kept, [(rows, *values)])
+            return
         pieces = [one.split(self._at_once) for one in (rows, *values)]
         parts = list(zip(*pieces, strict=True))
-        number = min(len(parts), _THREADS) if self._is_mapped else 1
+        number = min(len(parts), _THREADS)
         submit = _threads(os.getpid()).submit
         self._writes = [submit(_write, list(kept), parts[first::number]) for first in range(number)]
 
@@ -161,8 +165,8 @@ class CachedRows:
     """A cache on the device of rows of host tensors.
 
     A slot is reused if no call has read its row since the hand last passed it (the clock algorithm). A row that is read
-    in training enters the cache, if a slot is free. Threads write changed rows that leave the cache while the step
-    continues. `update` waits for them, so that no write is pending between steps.
+    in training enters the cache, if a slot is free. Threads write changed rows that leave the cache to mapped files
+    while the step continues. `update` waits for them, so that no write is pending between steps.
 
     Args:
         weight: this rank's rows in host memory, (rows, C).
