@@ -5,8 +5,8 @@
     python benchmarks/tables.py --shrink 10              tables of a tenth of the rows
     python benchmarks/tables.py --rival torchrec         TorchRec with FBGEMM's kernels instead, if it is installed
     python benchmarks/tables.py --rival apart            Weft with one exchange per table
-    python benchmarks/tables.py --host FOLDER            one table of 10 M rows of 64 in mapped files of FOLDER (or
-                                                         "memory": host memory), and all in memory, on one rank
+    python benchmarks/tables.py --host FOLDER memory     one table of 10 M rows of 64 in mapped files of FOLDER, in
+                                                         host memory, and without a cache, in turn on one rank
 
 Ids follow a Zipf distribution with exponent 1.05. Both sides train with Adagrad, or Weft's tables with --optimizer.
 Printed: seconds of a step on rank 0 as median and minimum, CPU seconds of all threads, and their ratios; bytes sent
@@ -216,30 +216,46 @@ class OneTable(nn.Module):
         return self.top(self.table(ids)).squeeze(1)
 
 
-def measure_host(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Time steps with a table in mapped files and in memory, in turn."""
-    rows, plan, sides = HOST_ROWS // options.shrink, Plan(), dict[str, Any]()
+def host_side(folder: str, rows: int, options: argparse.Namespace) -> Any:
+    """Return the step of a model with a table in a folder, in "memory" with a cache, or as style "rows"."""
+    with torch.device("meta"):
+        model = OneTable(rows)
+    plan = Plan()
+    run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+    style, folder = "rows" if folder == "rows" else "host", "" if folder in ("rows", "memory") else folder
+    run.parallelize(model, layout=f"table={style}", table_folder=folder, table_cache=options.cache)
+    tables = weft.TableOptimizer(options.optimizer, lr=0.02)
+    return run.train_step(model, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False)
+
+
+def measure_host(options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Time steps with a table in several places, in turn. Returns wall and CPU seconds of each step by place."""
+    rows = HOST_ROWS // options.shrink
     tail = (torch.arange(1, rows + 1, dtype=torch.float64) ** -ZIPF).cumsum(0)
     rng = torch.Generator().manual_seed(0)
-    for style in ("host", "rows"):
-        with torch.device("meta"):
-            model = OneTable(rows)
-        run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
-        more = {"table_folder": "" if options.host == "memory" else options.host, "table_cache": options.cache}
-        run.parallelize(model, layout=f"table={style}", **more)
-        tables = weft.TableOptimizer(options.optimizer, lr=0.02)
-        sides[style] = run.train_step(model, torch.optim.Adagrad, loss_fn, lr=0.02, tables=tables, check_batch=False)
-    found: dict[str, list[float]] = {style: [] for style in sides}
+    sides = {folder: host_side(folder, rows, options) for folder in ("rows", *options.host)}
+    found: dict[str, list[tuple[float, float]]] = {folder: [] for folder in sides}
     for number in range(options.warmup + options.rounds):
         draws = torch.rand(options.samples, HOST_IDS, generator=rng, dtype=torch.float64)
         ids = torch.searchsorted(tail, draws * tail[-1]).clamp_(max=rows - 1)
         ids = ids * 2_654_435_761 % rows  # frequent rows are not neighbors
         labels = torch.randint(2, (options.samples,), generator=rng).float()
-        for style in sorted(sides, reverse=bool(number % 2)):
-            start = time.perf_counter()
-            sides[style]((ids, labels))
-            found[style].append(time.perf_counter() - start)
-    return {style: times[options.warmup :] for style, times in found.items()}
+        for folder in sorted(sides, reverse=bool(number % 2)):
+            start, used = time.perf_counter(), time.process_time()
+            sides[folder]((ids, labels))
+            found[folder].append((time.perf_counter() - start, time.process_time() - used))
+    return {folder: times[options.warmup :] for folder, times in found.items()}
+
+
+def print_host(times: dict[str, list[tuple[float, float]]]) -> None:
+    """Print median and minimum wall seconds, and median CPU seconds, of each place and over those of style rows."""
+    base = (1.0, 1.0, 1.0)
+    for folder, pairs in times.items():
+        walls, used = zip(*pairs, strict=True)
+        own = statistics.median(walls), min(walls), statistics.median(used)
+        base = own if folder == "rows" else base
+        ratios = ", ".join(f"{one / other:.3f}" for one, other in zip(own, base, strict=True))
+        print(f"{folder}: step {own[0]:.4f} s, minimum {own[1]:.4f} s, CPU {own[2]:.4f} s; over style rows {ratios}")
 
 
 def main() -> None:
@@ -253,14 +269,12 @@ def main() -> None:
     parser.add_argument("--layout", choices=("rows", "columns", "one"), default="rows")
     parser.add_argument("--optimizer", default="adagrad")
     parser.add_argument("--rival", choices=("ddp", "torchrec", "apart"), default="ddp")
-    parser.add_argument("--host", metavar="FOLDER", help="time a table in mapped files of this folder")
+    parser.add_argument("--host", metavar="FOLDER", nargs="+", help="time a table in mapped files of these folders")
     parser.add_argument("--cache", type=float, default=0.05, help="with --host: share of the rows that are cached")
     parser.add_argument("--warmup", type=int, default=100, help="with --host: steps before the first that counts")
     options = parser.parse_args()
     if options.host:
-        times = measure_host(options)
-        host, rows = (statistics.median(times[style]) for style in ("host", "rows"))
-        print(f"step: host {host:.4f} s; all in memory {rows:.4f} s; ratio {host / rows:.3f}")
+        print_host(measure_host(options))
         return
     with RankPool(options.ranks, timeout_s=3600) as pool:
         found = pool.run(measure, options)

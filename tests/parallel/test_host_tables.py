@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from tests.parallel.table_cases import STEPS, Script, TableCase, reference
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.errors import WeftError
+from weft.errors import ModelError, WeftError
 from weft.parallel.state.gradients import data_parallel
+from weft.parallel.tables import host
 from weft.parallel.tables.host import CachedRows, TableSettings
 
 LIMIT = 1e-10
@@ -110,6 +112,82 @@ def test_cache_reads_rows_that_other_code_changed():
     assert cache.read(torch.tensor([2, 9]), enters=True).sum() == 10
 
 
+def test_rows_that_leave_the_cache_are_current_before_their_write_ends(monkeypatch, tmp_path):
+    write = host._write
+
+    def slow_write(*args):
+        time.sleep(0.05)
+        write(*args)
+
+    monkeypatch.setattr(host, "_write", slow_write)
+    weight = TableSettings(folder=str(tmp_path)).zeros((40, 2), torch.float32)
+    cache = CachedRows(weight, 0.1, torch.device("cpu"))
+    want = weight.clone()
+    for start in (0, 4, 8, 0, 4, 20, 8):
+        rows = torch.arange(start, start + 4)
+        assert torch.equal(cache.read(rows, enters=True), want[rows])
+        cache.read(rows + 16, enters=False)  # not cached
+        cache.update(rows, [], lambda tensors, index, mine: tensors[0].index_add_(0, index, torch.ones(len(index), 2)))
+        want[rows] += 1
+    cache.flush()
+    assert torch.equal(weight, want)
+
+
+def test_failed_write_of_rows_is_reported(monkeypatch, tmp_path):
+    def full(*args):
+        raise OSError("no space")
+
+    monkeypatch.setattr(host, "_write", full)
+    cache = CachedRows(TableSettings(folder=str(tmp_path)).zeros((40, 2), torch.float32), 0.1, torch.device("cpu"))
+    cache.read(torch.arange(4), enters=True)
+    cache.update(torch.arange(4), [], lambda tensors, index, mine: tensors[0].index_fill_(0, index, 1.0))
+    with pytest.raises(OSError, match="no space"):
+        cache.flush()
+
+
+@pytest.mark.parametrize("folder", ["", "mapped"])
+def test_many_rows_in_parts_equal_a_plain_table(folder, tmp_path):
+    settings = TableSettings(0.05, str(tmp_path) if folder else "")
+    weight, sums = settings.zeros((20_000, 64), torch.float64), settings.zeros((20_000,), torch.float64)
+    want = torch.randn(20_000, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight.copy_(want)
+    cache, want_sums = CachedRows(weight, settings.cache, torch.device("cpu")), torch.zeros_like(sums)
+    cache.add(sums)
+
+    def change(tensors, index, mine):
+        for one in tensors:
+            one.index_copy_(0, index, one.index_select(0, index) * 2 + 1)
+
+    for step in range(6):
+        rows = torch.randperm(20_000, generator=torch.Generator().manual_seed(step))[:3000]
+        assert torch.equal(cache.read(rows, enters=True), want[rows])
+        cache.update(rows, [sums], change)
+        want[rows], want_sums[rows] = want[rows] * 2 + 1, want_sums[rows] * 2 + 1
+    cache.flush()
+    assert torch.equal(weight, want)
+    assert torch.equal(sums, want_sums)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="Linux lists mappings")
+def test_mapped_file_is_read_in_random_order_except_for_checkpoints(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    mapped = TableSettings(folder=str(tmp_path)).zeros((5000, 8), torch.float32)
+    assert len(os.listdir("/proc/self/fd")) == before
+    cache = CachedRows(mapped, 0.1, torch.device("cpu"))
+    assert is_random(mapped)
+    cache.flush()  # a checkpoint follows
+    assert not is_random(mapped)
+    cache.read(torch.arange(4), enters=True)
+    assert is_random(mapped)
+
+
+def is_random(mapped: torch.Tensor) -> bool:
+    with open("/proc/self/smaps") as file:
+        mapping = file.read().partition(f"{mapped.data_ptr():08x}-")[2]
+    flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags:"))
+    return "rr" in flags.split()
+
+
 def test_device_holds_only_the_cache():
     run = weft.Run(Plan(), build_mesh(Plan()), Ledger(), seed=0)
     with torch.device("meta"):
@@ -144,3 +222,14 @@ def test_folder_without_space_is_refused(tmp_path):
     with pytest.raises(WeftError, match=r"no file of .* can be made there, because .*\. Use another folder\."):
         TableSettings(folder=str(tmp_path)).zeros((2**50,), torch.float32)
     assert not os.listdir(tmp_path)
+
+
+def test_rows_that_other_code_changes_are_refused_while_the_cache_has_newer_ones():
+    kept = torch.zeros(8, 2)
+    cache = CachedRows(kept, 0.5, torch.device("cpu"))
+    rows = torch.arange(3)
+    cache.read(rows, True)
+    cache.update(rows, [], lambda tensors, index, mine: tensors[0].index_add_(0, index, torch.ones(3, 2)))
+    kept.mul_(0.5)
+    with pytest.raises(ModelError, match="other code changed its weight"):
+        cache.read(rows, True)
