@@ -272,8 +272,8 @@ class CachedRows:
         if self._versions != [version_of(one) for one in self._kept]:
             if bool(self._changed.any()):
                 raise ModelError(
-                    f"table of {len(self.weight)} rows with style host: other code changed its weight, and the cache has "
-                    "newer rows. Change weights before the first step, or by run.load; or use style rows."
+                    f"table of {len(self.weight)} rows with style host: other code changed its weight, and the cache "
+                    "has newer rows. Change weights before the first step, or by run.load; or use style rows."
                 )
             self._clear()
             self._versions = [version_of(one) for one in self._kept]
