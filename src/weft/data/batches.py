@@ -110,9 +110,9 @@ def check_batch(holder: Tensor, given: Tensor) -> None:
 
 def parts_of(batch: Any) -> list[Any] | None:
     """Return the items of a container in order, or None if `batch` is not a container."""
-    if isinstance(batch, tuple | list):
+    if isinstance(batch, (tuple, list)):
         return list(batch)
-    if batch is None or isinstance(batch, torch.Tensor):
+    if batch is None or isinstance(batch, (torch.Tensor, str, int, float)):
         return None  # the checks below cost more
     if isinstance(batch, Mapping):
         return list(batch.values())
@@ -145,11 +145,13 @@ def with_parts(batch: Any, parts: list[Any]) -> Any:
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a batch, in order."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-        return
-    for part in parts_of(batch) or ():
-        yield from tensors_in(part)
+    waiting = [batch]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            yield each
+        else:
+            waiting += reversed(parts_of(each) or ())
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

@@ -178,7 +178,7 @@ class ValueSurvey:
         """Record a call to a module, and return remote tensors instead of its outputs."""
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
         tensors = list(tensors_in((args, kwargs)))
-        number, device = len(self._calls), _device_of(tensors)
+        number, device = len(self._calls), device_of(tensors)
         marker = RemoteTensor.of(torch.empty(0, device="meta"), device, "")
         self._calls.append(_Call(site, tensors, marker.created))
         drawn = random.getstate()
@@ -361,7 +361,12 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
         )
     if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteTensor):
         return RemoteTensor.of(value, torch.device("cpu"), probe.path)
-    return InnerModule(probe, blocks.join_path(inner, name)) if isinstance(value, nn.Module) else value
+    if not isinstance(value, nn.Module):
+        return value
+    path = blocks.join_path(inner, name)
+    if path not in probe.inner_modules:
+        probe.inner_modules[path] = InnerModule(probe, path)
+    return probe.inner_modules[path]
 
 
 def remote_outputs(
@@ -411,8 +416,12 @@ def stages_of_sites(chain: Chain, stops: Sequence[int]) -> list[int]:
     return found + [last] * len(chain.after)
 
 
-def _device_of(tensors: list[torch.Tensor]) -> torch.device:
-    return next((each.device for each in tensors), torch.device("cpu"))
+def device_of(tensors: list[torch.Tensor]) -> torch.device:
+    """Return the device of the first tensor, or the CPU if there is none."""
+    first = tensors[0] if tensors else None
+    if isinstance(first, RemoteTensor):
+        return first.real_device if first.received is None else first.received.device
+    return torch.device("cpu") if first is None else first.device
 
 
 def _structure(batch: Any) -> Any:
