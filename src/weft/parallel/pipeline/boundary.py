@@ -369,7 +369,8 @@ class Relay(StandIn):
     def __getattr__(self, name: str) -> Any:
         if self.is_own:
             return getattr(self.stands_for, name)
-        return remote_attribute(self.flow.survey.probes[self.number], "", name)
+        probe = self.flow.survey.probes[self.number]
+        return remote_attribute(probe, probe.module, "", name)
 
     def __iter__(self) -> Iterator[Any]:
         raise self._not_called()

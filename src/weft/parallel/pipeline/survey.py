@@ -311,7 +311,8 @@ class Surveyed(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         number, survey = self.__dict__["_survey"]
-        return remote_attribute(survey.probes[number], "", name)
+        probe = survey.probes[number]
+        return remote_attribute(probe, probe.module, "", name)
 
 
 class InnerModule(StandIn):
@@ -334,7 +335,7 @@ class InnerModule(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         probe, inner = self.__dict__["_part"]
-        return remote_attribute(probe, inner, name)
+        return remote_attribute(probe, self.stands_for, inner, name)
 
 
 def kind_of(stand_in: StandIn) -> type:
@@ -342,12 +343,19 @@ def kind_of(stand_in: StandIn) -> type:
     return type(stand_in.stands_for) if "_for" in stand_in.__dict__ else type(stand_in)
 
 
-def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
+def remote_attribute(probe: Probe, module: nn.Module, inner: str, name: str) -> Any:
     """Return an attribute of a module on another stage: weights as remote tensors, modules as `InnerModule`.
 
-    Raises ModelError if the module's calls change the attribute, or its value is unknown.
+    Args:
+        probe: calls the module of the chain.
+        module: that module or a submodule of it, which has the attribute.
+        inner: path of `module` in the probe's module; "" for the module itself.
+        name: name of the attribute.
+
+    Raises:
+        ModelError: if the module's calls change the attribute, or its value is unknown.
     """
-    value = getattr(probe.module.get_submodule(inner), name)
+    value = getattr(module, name)
     if (inner, name) in probe.state:
         path = ".".join(filter(None, (probe.path, inner, name)))
         raise ModelError(
