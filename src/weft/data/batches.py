@@ -144,14 +144,16 @@ def with_parts(batch: Any, parts: list[Any]) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, in order."""
+    """Return an iterator over the tensors of a batch, in order."""
+    found: list[torch.Tensor] = []
     waiting = [batch]
     while waiting:
         each = waiting.pop()
         if isinstance(each, torch.Tensor):
-            yield each
-        else:
+            found.append(each)
+        elif each is not None:
             waiting += reversed(parts_of(each) or ())
+    return iter(found)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

@@ -191,12 +191,14 @@ def _without_caches(value: Any) -> Any:
 
 def _form(value: Any) -> Any:
     """Return a hashable description of the arguments' structure, shapes and dtypes."""
+    if value is None:
+        return None
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
+        return value.shape, value.dtype
     if isinstance(value, dict):
         return tuple((str(name), _form(each)) for name, each in value.items())
     if (parts := parts_of(value)) is not None:
-        return type(value), tuple(map(_form, parts))
+        return type(value), *map(_form, parts)
     return value if isinstance(value, _PLAIN) else type(value)
 
 
