@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -210,7 +210,8 @@ class Flow:
         tied = [attrgetter(name)(relay.stands_for) for name in self._tied.get(relay.path, ())]
         if not (torch.is_grad_enabled() or relay.stands_for.training):
             given, tied = [], []
-        with partial_gradients_refused(relay.path, inputs, given, received, tied):
+        has_earlier = bool(given or tied)
+        with partial_gradients_refused(relay.path, inputs, given, received, tied) if has_earlier else nullcontext():
             made = relay.stands_for(*args, **kwargs)
         for tensor in tensors_in(made):
             if is_remote(tensor):
