@@ -167,7 +167,7 @@ class Flow:
         """
         route, stages = self.route, self.survey.stages
         assert route is not None
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs) if kwargs else args))
         if any(isinstance(each, RemoteTensor) and each.received is not None for each in inputs):
             args, kwargs, inputs = map_tensors(local, args), map_tensors(local, kwargs), list(map(local, inputs))
         if relay.number not in route.calls and stages[relay.number] == self.stage:
@@ -206,10 +206,10 @@ class Flow:
             if is_remote(tensor):
                 raise _refused(tensor, f"{relay.path!r} is called with a value")
         received = [*self._entering, *self._incoming.values()]
-        given = list(self._given.values())
+        given = self._given
         tied = [attrgetter(name)(relay.stands_for) for name in self._tied.get(relay.path, ())]
         if not (torch.is_grad_enabled() or relay.stands_for.training):
-            given, tied = [], []
+            given, tied = {}, []
         has_earlier = bool(given or tied)
         with partial_gradients_refused(relay.path, inputs, given, received, tied) if has_earlier else nullcontext():
             made = relay.stands_for(*args, **kwargs)
