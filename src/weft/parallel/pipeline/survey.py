@@ -425,7 +425,7 @@ def stages_of_sites(chain: Chain, stops: Sequence[int]) -> list[int]:
 
 
 def device_of(tensors: list[torch.Tensor]) -> torch.device:
-    """Return the device of the first tensor, or the CPU if there is none."""
+    """Return the device of the first tensor, or the CPU if the list is empty."""
     first = tensors[0] if tensors else None
     if isinstance(first, RemoteTensor):
         return first.real_device if first.received is None else first.received.device
