@@ -6,8 +6,9 @@
 
 `bubble` prints the step beside the formula with the length that passes were told to take; and the bubble, which is what
 the rank that waits least waits, beside the formula with the lengths that they took: a pass that sleeps 50 ms takes a
-millisecond more. It needs no idle machine, for a sleeping rank takes no CPU. `steps` prints the median of each and
-their ratio; on a busy machine read the ratio, since the two take turns.
+millisecond more. It needs no idle machine, for a sleeping rank takes no CPU. `steps` prints the median of each, their
+ratio, and the ratio of the processor time of all ranks. The two take turns. On a busy machine read the processor time:
+other programs change it least.
 """
 
 from __future__ import annotations
@@ -184,15 +185,23 @@ def one_step(model: nn.Module, pipeline: Pipeline, batches: list[Any], forward: 
         pipeline.step(StepWork(batches, forward, forward, loss, 1.0, totals), Meter())
 
 
-def timed(step: Callable[[], None], repeats: int) -> list[float]:
-    """Seconds of each repeat, begun together and ended by the slowest; the first is left out."""
+class Seconds(NamedTuple):
+    """Time of a step, begun together and ended by the slowest rank, and processor time of this rank."""
+
+    wall: float
+    processor: float
+
+
+def timed(step: Callable[[], None], repeats: int) -> list[Seconds]:
+    """Time each repeat. The first is left out."""
     found = []
     for _ in range(repeats + 1):
         dist.barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         step()
+        used = time.process_time() - used
         dist.barrier()
-        found.append(time.perf_counter() - start)
+        found.append(Seconds(time.perf_counter() - start, used))
     return found[1:]
 
 
@@ -314,14 +323,14 @@ def ours(name: str, num_ranks: int, microbatches: int, batch: torch.Tensor) -> C
     return lambda: one_step(model, pipeline, batches, lambda model, x: model(x), loss)
 
 
-def measure_steps(name: str, num_ranks: int, microbatches: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of both runtimes, in turn."""
+def measure_steps(name: str, num_ranks: int, microbatches: int, repeats: int) -> dict[str, list[Seconds]]:
+    """Time both runtimes, in turn."""
     batch = torch.randint(512, (2 * microbatches, 64), generator=torch.Generator().manual_seed(0))
     steps = {"weft": ours(name, num_ranks, microbatches, batch)}
     other = theirs(name, num_ranks, microbatches, batch)
     if other is not None:
         steps["torch"] = other
-    times: dict[str, list[float]] = {who: [] for who in steps}
+    times: dict[str, list[Seconds]] = {who: [] for who in steps}
     for who in steps:
         timed(steps[who], 1)
     for turn in range(repeats):
@@ -330,24 +339,35 @@ def measure_steps(name: str, num_ranks: int, microbatches: int, repeats: int) ->
     return times
 
 
+def shown(medians: dict[str, float]) -> str:
+    """Return the columns of a row from milliseconds: both runtimes, and the ratios of their times."""
+    if "torch" not in medians:
+        return f"{medians['weft']:8.1f} {'-':>8} {'-':>10} {'-':>10}"
+    wall, processor = (medians[f"weft{kind}"] / medians[f"torch{kind}"] for kind in ("", "_processor"))
+    return f"{medians['weft']:8.1f} {medians['torch']:8.1f} {wall:10.2f} {processor:10.2f}"
+
+
 def compare_steps(options: argparse.Namespace) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for num_ranks in options.ranks:
         print(f"{num_ranks} ranks, decoder {SPEC.num_layers} x {SPEC.dim}; median milliseconds of a step")
-        print(f"{'schedule':16} {'m':>3} {'weft':>8} {'torch':>8} {'weft/torch':>10}")
+        print(f"{'schedule':16} {'m':>3} {'weft':>8} {'torch':>8} {'weft/torch':>10} {'processor':>10}")
+        compared: list[dict[str, float]] = []
         with RankPool(num_ranks, timeout_s=300) as pool:
             for name in options.schedules:
                 m = least_microbatches(name, num_ranks, options.microbatches[-1])
                 per_rank = pool.run(measure_steps, name, num_ranks, m, options.repeats)
-                medians = {
-                    who: 1000
-                    * statistics.median(max(times) for times in zip(*(one[who] for one in per_rank), strict=True))
-                    for who in per_rank[0]
-                }
-                other = medians.get("torch")
-                beside = f"{other:8.1f} {medians['weft'] / other:10.2f}" if other else f"{'-':>8} {'-':>10}"
-                print(f"{name:16} {m:3} {medians['weft']:8.1f} {beside}", flush=True)
+                medians: dict[str, float] = {}
+                for who in per_rank[0]:
+                    each = list(zip(*(one[who] for one in per_rank), strict=True))
+                    medians[who] = 1000 * statistics.median(max(one.wall for one in ranks) for ranks in each)
+                    used = statistics.median(sum(one.processor for one in ranks) for ranks in each)
+                    medians[f"{who}_processor"] = 1000 * used
+                print(f"{name:16} {m:3} {shown(medians)}", flush=True)
                 rows.append({"schedule": name, "ranks": num_ranks, "m": m, **medians})
+                compared += [medians] if "torch" in medians else []
+        if compared:
+            print(f"{'sum':16} {'':3} {shown({key: sum(one[key] for one in compared) for key in compared[0]})}")
     return rows
 
 

@@ -142,9 +142,9 @@ def _versions(batch: Any) -> list[int]:
 
 def parts_of(batch: Any) -> list[Any] | None:
     """Return the items of a container in order, or None if `batch` is not a container."""
-    if isinstance(batch, tuple | list):
+    if isinstance(batch, (tuple, list)):
         return list(batch)
-    if batch is None or isinstance(batch, torch.Tensor):
+    if batch is None or isinstance(batch, (torch.Tensor, str, int, float)):
         return None  # the checks below cost more
     if isinstance(batch, Mapping):
         return list(batch.values())
@@ -176,12 +176,16 @@ def with_parts(batch: Any, parts: list[Any]) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, in order."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-        return
-    for part in parts_of(batch) or ():
-        yield from tensors_in(part)
+    """Return an iterator over the tensors of a batch, in order."""
+    found: list[torch.Tensor] = []
+    waiting = [batch]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif each is not None:
+            waiting += reversed(parts_of(each) or ())
+    return iter(found)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

@@ -149,7 +149,8 @@ class Decoder(KeepsTies):
             spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
             turn = rotation(positions_BT, self._head_dim, spec.rope_theta, spec.rope_scale, dtype)
         # Blocks of other ranks have no attention.
-        cores = [block.get_submodule("attn.core") for block in self.blocks if hasattr(block, "attn")]
+        attentions = [getattr(block, "attn", None) for block in self.blocks]
+        cores = [attention.core for attention in attentions if attention is not None]
         if any(getattr(core, "takes_ids", False) for core in cores):
             visible = Visible(None, positions_BT, document_ids_BT)
         else:

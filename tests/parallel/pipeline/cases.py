@@ -21,6 +21,7 @@ from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.models.decoder import as_shapes
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
+from weft.parallel.dropout.by_position import draws_nothing
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.state.gradients import data_parallel
@@ -134,6 +135,15 @@ def parameters_of_rank(plan_text: str) -> tuple[list[str], int, tuple[int, ...]]
     assert pipeline is not None
     names = [name for name, _ in model.named_parameters()]
     return names, sum(param.numel() for param in model.parameters()), pipeline.counts
+
+
+def needs_no_seeds(plan_text: str, has_dropout: bool) -> bool:
+    """Return True if this rank finds no random numbers in any stage of a decoder, maybe with dropout in the last."""
+    model = build_decoder(TIED, seed=0)
+    if has_dropout:
+        model.blocks[-1].mlp = nn.Sequential(model.blocks[-1].mlp, nn.Dropout(0.1))
+    parallelize(model, build_mesh(Plan.parse(plan_text)))
+    return draws_nothing(model)
 
 
 def weights_by_name(plan_text: str, device: str | None) -> dict[str, torch.Tensor]:

@@ -86,6 +86,11 @@ def test_rank_has_only_its_stages(ranks4):
     assert {counts for _, _, counts in found} == {(2, 2, 2, 2)}
 
 
+def test_stages_of_a_model_without_random_numbers_are_not_seeded(ranks2):
+    assert ranks2.run(cases.needs_no_seeds, "pp=2 microbatches=4", False) == [True, True]
+    assert ranks2.run(cases.needs_no_seeds, "pp=2 microbatches=4", True) == [False, False]
+
+
 @pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_v virtual_stages=2"])
 def test_initial_weights_do_not_depend_on_the_stages(schedule, ranks2):
     expected = cases.weights_by_name("", None)

@@ -60,6 +60,18 @@ def test_split_backward_gives_equal_gradients(recompute):
         torch.testing.assert_close(grads(split)[name], grad)
 
 
+def test_forward_without_a_later_weight_gradient_uses_the_backward_of_torch():
+    plain, split, deferred = build(), build(), DeferredWeightGrad()
+    defer_weight_gradients(split, deferred)
+    deferred.may_defer = False
+    x = torch.randn(2, 7, 4, dtype=torch.float64)
+    assert split[0](x).grad_fn.name() == plain[0](x).grad_fn.name() == "ViewBackward0"
+    plain(x).square().sum().backward()
+    split(x).square().sum().backward()
+    for name, grad in grads(plain).items():
+        torch.testing.assert_close(grads(split)[name], grad)
+
+
 @pytest.mark.parametrize("differentiable", [True, False])
 def test_gradient_inside_of_a_recomputed_forward_is_not_deferred(differentiable):
     def force(model):

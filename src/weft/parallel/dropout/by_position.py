@@ -29,6 +29,7 @@ from weft.parallel.dropout.dropout_calls import (
     recomputes_itself,
 )
 from weft.parallel.dropout.embedding_noise import add_embedding_noise
+from weft.parallel.layers.index_check import StandIn
 from weft.parallel.random.streams import drops_itself, shard_position_of
 from weft.private_torch import uncompiled
 
@@ -197,6 +198,8 @@ def draws_nothing(model: nn.Module) -> bool:
 
 def _never_draws(module: nn.Module) -> bool:
     """Return True for layers without random numbers and without custom code, such as a hook or a replaced forward."""
+    if isinstance(module, StandIn):  # on another pipeline stage: all ranks get the same answer
+        return all(map(_never_draws, module.stands_for.modules()))
     kind, own = class_before(module), vars(module)
     if kind not in _PLAIN_LAYERS and kind.__module__ not in ("weft.models.decoder", "weft.models.attention"):
         return False

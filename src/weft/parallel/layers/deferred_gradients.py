@@ -37,9 +37,15 @@ class DeferredProduct:
 
 
 class DeferredWeightGrad:
-    """Stores the factors of weight gradients that the current backward defers."""
+    """Stores the factors of weight gradients that the current backward defers.
+
+    Attributes:
+        may_defer: False in a forward whose backward computes all gradients. Layers then use torch's own backward, which
+            costs less than a backward in Python.
+    """
 
     def __init__(self) -> None:
+        self.may_defer = True
         self._open: list[DeferredProduct] | None = None
         self._task = -1
 
@@ -148,4 +154,6 @@ def linear(
     """
     if has_torch_function((x, weight)):  # per-sample gradients replace this function
         return handle_torch_function(linear, (x, weight), x, weight, bias, held, transposed=transposed, form=form)
+    if held is not None and not held.may_defer and form is None and not transposed:
+        return nn.functional.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, weight, held, transposed, form)

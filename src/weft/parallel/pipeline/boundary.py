@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from weft.parallel.pipeline.survey import (
     StageRoute,
     Value,
     ValueSurvey,
+    device_of,
     full_masks,
     kind_of,
     remote_attribute,
@@ -133,7 +134,7 @@ class Flow:
         self._entering: list[torch.Tensor] = []
         self._leaving: list[torch.Tensor] = []
         self._made: dict[Value, torch.Tensor] = {}
-        self._given: list[torch.Tensor] = []  # tensors of this stage with which earlier stages computed
+        self._given: dict[int, torch.Tensor] = {}  # tensors of this stage with which earlier stages computed, by id
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     @property
@@ -156,7 +157,7 @@ class Flow:
         self.route = None
         self._calls = 0
         self._incoming, self._made = {}, {}
-        self._entering, self._leaving, self._versions, self._given = [], [], [], []
+        self._entering, self._leaving, self._versions, self._given = [], [], [], {}
 
     def called(self, relay: Relay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module if it is in this stage, else return remote tensors.
@@ -166,7 +167,9 @@ class Flow:
         """
         route, stages = self.route, self.survey.stages
         assert route is not None
-        args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
+        inputs = list(tensors_in((args, kwargs) if kwargs else args))
+        if any(isinstance(each, RemoteTensor) and each.received is not None for each in inputs):
+            args, kwargs, inputs = map_tensors(local, args), map_tensors(local, kwargs), list(map(local, inputs))
         if relay.number not in route.calls and stages[relay.number] == self.stage:
             return relay.stands_for(*args, **kwargs)  # an encoder, or a module that this kind of batch does not use
         number = self._calls
@@ -178,33 +181,37 @@ class Flow:
         self._calls += 1
         following = route.entry.get(self.stage + 1)
         if following is not None and following.call == number:
-            self._leave(relay, following.leaves, args, kwargs)
+            self._leave(relay, following.leaves, inputs)
         if stages[relay.number] == self.stage:
-            made = self._own(relay, number, args, kwargs)
-        else:
-            made = self._remote(relay, number, args, kwargs)
-        return made
+            return self._own(relay, number, args, kwargs, inputs)
+        return self._remote(relay, number, args, kwargs, inputs)
 
     def _path_of(self, call: int) -> str:
         calls = self.route.calls if self.route is not None else ()
         return self.survey.paths[calls[call]] if call < len(calls) else "nothing"
 
-    def _own(self, relay: Relay, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _own(
+        self, relay: Relay, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> Any:  # fmt: skip
+        """Run a module of this stage. inputs: the tensors in args and kwargs."""
         assert self.route is not None
         entry = self.route.entry.get(self.stage)
         probe = self.survey.probes[relay.number]
         wanted = any(value[0] == number for values in self.route.values.values() for value in values)
         returned = probe.returned(args, kwargs) if wanted else None
         if entry is not None and entry.call == number:
-            args, kwargs = self._enter(relay, entry.leaves, args, kwargs)
-        for tensor in tensors_in((args, kwargs)):
+            args, kwargs = self._enter(relay, entry.leaves, args, kwargs, len(inputs))
+            inputs = list(tensors_in((args, kwargs)))
+        for tensor in inputs:
             if is_remote(tensor):
                 raise _refused(tensor, f"{relay.path!r} is called with a value")
-        inputs, received = list(tensors_in((args, kwargs))), [*self._entering, *self._incoming.values()]
-        given, tied = self._given, [attrgetter(name)(relay.stands_for) for name in self._tied.get(relay.path, ())]
+        received = [*self._entering, *self._incoming.values()]
+        given = self._given
+        tied = [attrgetter(name)(relay.stands_for) for name in self._tied.get(relay.path, ())]
         if not (torch.is_grad_enabled() or relay.stands_for.training):
-            given, tied = [], []
-        with partial_gradients_refused(relay.path, inputs, given, received, tied):
+            given, tied = {}, []
+        has_earlier = bool(given or tied)
+        with partial_gradients_refused(relay.path, inputs, given, received, tied) if has_earlier else nullcontext():
             made = relay.stands_for(*args, **kwargs)
         for tensor in tensors_in(made):
             if is_remote(tensor):
@@ -220,14 +227,13 @@ class Flow:
         return made
 
     def _enter(
-        self, relay: Relay, leaves: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, relay: Relay, leaves: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any], count: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Return the arguments with received tensors instead of remote ones.
+        """Return the arguments with received tensors instead of remote ones. count: number of their tensors.
 
         A replaced remote tensor gets the received values, for later uses of it.
         """
         received = dict(zip(leaves, self._entering, strict=True))
-        count = len(list(tensors_in((args, kwargs))))
         if any(leaf >= count for leaf in leaves):
             raise _other_arguments(relay)
         numbers = iter(range(count))
@@ -241,9 +247,8 @@ class Flow:
         args = map_tensors(replaced, args)
         return args, map_tensors(replaced, kwargs)
 
-    def _leave(self, relay: Relay, leaves: tuple[int, ...], args: Any, kwargs: Any) -> None:
+    def _leave(self, relay: Relay, leaves: tuple[int, ...], tensors: list[torch.Tensor]) -> None:
         """Record the arguments of the next stage's first call. Raise `Left` if this stage has no later call."""
-        tensors = list(tensors_in((args, kwargs)))
         if any(leaf >= len(tensors) for leaf in leaves):
             raise _other_arguments(relay)
         self._leaving = [tensors[leaf] for leaf in leaves]
@@ -255,18 +260,19 @@ class Flow:
         if self.route.last[self.stage] < self._calls:
             raise Left
 
-    def _remote(self, relay: Relay, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _remote(
+        self, relay: Relay, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> Any:  # fmt: skip
+        """Return remote tensors for a module of another stage. inputs: the tensors in args and kwargs."""
         assert self.route is not None
         following = self.route.entry.get(self.stage + 1)
         is_over = self.route.last[self.stage] < number and (following is None or following.call < number)
         if is_over and self.stage < max(self.survey.stages):
             raise Left
-        inputs = list(tensors_in((args, kwargs)))
         if self.survey.stages[relay.number] < self.stage:
-            self._given += [
-                own for each in inputs for own in (each.used if isinstance(each, RemoteTensor) else (each,))
-            ]
-        device = next((each.device for each in inputs), torch.device("cpu"))
+            for each in inputs:
+                self._given |= {id(own): own for own in (each.used if isinstance(each, RemoteTensor) else (each,))}
+        device = device_of(inputs)
         probe = self.survey.probes[relay.number]
         return remote_outputs(probe, args, kwargs, number, device, self._incoming)
 
@@ -364,7 +370,8 @@ class Relay(StandIn):
     def __getattr__(self, name: str) -> Any:
         if self.is_own:
             return getattr(self.stands_for, name)
-        return remote_attribute(self.flow.survey.probes[self.number], "", name)
+        probe = self.flow.survey.probes[self.number]
+        return remote_attribute(probe, probe.module, "", name)
 
     def __iter__(self) -> Iterator[Any]:
         raise self._not_called()

@@ -6,7 +6,7 @@ part that passes through earlier stages. These gradients are refused.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -31,8 +31,9 @@ class PartialGradient(ModelError):
 
 @contextmanager
 def partial_gradients_refused(
-    path: str, args: Sequence[Tensor], given: Sequence[Tensor], received: Sequence[Tensor], tied: Sequence[Tensor] = ()
-) -> Generator[None]:
+    path: str, args: Sequence[Tensor], given: Mapping[int, Tensor], received: Sequence[Tensor],
+    tied: Sequence[Tensor] = (),
+) -> Generator[None]:  # fmt: skip
     """Within the context, refuse gradients that would lack the part that passes through earlier stages.
 
     These are gradients with respect to `given` or `tied` of results that depend on `received`. At the end, tensors of
@@ -44,14 +45,14 @@ def partial_gradients_refused(
     Args:
         path: path of the module that runs.
         args: its tensor arguments.
-        given: tensors of this stage that modules of earlier stages also read.
+        given: tensors of this stage that modules of earlier stages also read, by id.
         received: tensors that earlier stages computed.
         tied: the module's parameters that modules of earlier stages also have. Nothing is refused if `given` is empty
             too.
     """
-    fixed = [each for each in args if not each.requires_grad and any(each is one for one in given)]
-    used = _edges([*given, *tied])
-    is_read = bool(tied) or not used.isdisjoint(_edges(args, deep=False))
+    fixed = [each for each in args if id(each) in given and not each.requires_grad]
+    used = _edges([*given.values(), *tied])
+    is_read = bool(tied) or (bool(used) and not used.isdisjoint(_edges(args, deep=False)))
     with _InnerGradients(path, used, received) if is_read else nullcontext():
         yield
     if any(each.requires_grad for each in fixed):

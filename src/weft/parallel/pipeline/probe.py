@@ -25,6 +25,7 @@ from weft.data.batches import map_tensors, parts_of, tensors_in
 from weft.errors import ModelError
 from weft.models.inspect import hugging_face
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, to_meta
+from weft.parallel.private_torch import without_overrides
 from weft.private_torch import TorchDispatchMode, storage_key, version_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -54,6 +55,7 @@ class Probe:
         self.module, self.path = module, path
         self.state: set[tuple[str, str]] = set()  # attributes without tensors that its calls change
         self.guesses = False
+        self.inner_modules: dict[str, nn.Module] = {}  # placeholders of its submodules, by path
         self._returns_first = False
         self._needs_numbers = False  # its calls work with real arguments only, so nothing is cached
         self._known: dict[Any, Returned] = {}
@@ -63,7 +65,8 @@ class Probe:
 
         Raises ModelError for side effects that would be lost on other stages, or if the outputs are unknown.
         """
-        form = self.module.training, _form((args, kwargs))
+        with without_overrides():  # shapes and dtypes of remote tensors need no emulation
+            form = self.module.training, _form((args, kwargs))
         if form in self._known:
             return self._known[form]
         found = self._call(args, kwargs)
@@ -188,12 +191,14 @@ def _without_caches(value: Any) -> Any:
 
 def _form(value: Any) -> Any:
     """Return a hashable description of the arguments' structure, shapes and dtypes."""
+    if value is None:
+        return None
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
+        return value.shape, value.dtype
     if isinstance(value, dict):
         return tuple((str(name), _form(each)) for name, each in value.items())
     if (parts := parts_of(value)) is not None:
-        return type(value), tuple(map(_form, parts))
+        return type(value), *map(_form, parts)
     return value if isinstance(value, _PLAIN) else type(value)
 
 

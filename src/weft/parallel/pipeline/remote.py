@@ -39,6 +39,8 @@ _LIKE: dict[Any, Callable[[Any, Any], Any]] = {
     _T.reshape_as: lambda x, other: x.reshape(other.shape),
 }
 _MOVES = frozenset({_T.to, _T.cpu, _T.cuda})
+#: Properties that a remote tensor reads from its meta tensor.
+_FORM_GETTERS: frozenset[Any] = frozenset(getattr(_T, name).__get__ for name in ("shape", "dtype", "ndim"))
 
 
 class RemoteTensor(torch.Tensor):
@@ -85,6 +87,9 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FORM_GETTERS and is_remote(args[0]):
+            with without_overrides():
+                return func(*args)
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs or {})
         tensors = tensors_in((args, kwargs))
         remote = [each for each in tensors if isinstance(each, RemoteTensor) and is_remote(each)]

@@ -168,6 +168,9 @@ class Pipeline:
         self._arrived_by = arrived_by(programs, mesh["pp"].rank)
         self._early = receiving_early(self.program)
         self._axis = mesh["pp"]
+        actions = [action for step in self.schedule.ranks[self._axis.rank] for action in parts(step)]
+        #: (stage, microbatch) of the backwards whose weight gradients are computed later.
+        self._split = {(action.stage, action.microbatch) for action in actions if action.kind == "W"}
         lanes = join_lanes(self._axis, mesh.device, (PeerLane(*flow) for flow in flows(self.schedule, self._axis.rank)))
         self._boundary = Boundary(self._axis, mesh.device, lanes)
         self._held = DeferredWeightGrad()
@@ -201,8 +204,7 @@ class Pipeline:
                 f"{field}: under a pipeline it works on repeated blocks, and {type(model).__name__} has none. "
                 f"Put its layers into an nn.ModuleList or composite children of nn.Sequential, or leave it out."
             )
-        waits = any(action.kind == "W" for step in self.schedule.ranks[self._axis.rank] for action in parts(step))
-        if waits and not plan.compile:
+        if self._split and not plan.compile:
             defer_weight_gradients(model, self._held)
 
     def step(self, work: StepWork, phases: Phases) -> None:
@@ -347,6 +349,7 @@ class Pipeline:
 
     def _act(self, action: Action, work: StepWork, phases: Phases) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
+        self._held.may_defer = (action.stage, microbatch) in self._split
         if action.kind == "F":
             self._forward(stage, microbatch, work, phases)
         elif not stage.trains:

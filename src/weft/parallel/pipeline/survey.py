@@ -178,7 +178,7 @@ class ValueSurvey:
         """Record a call to a module, and return remote tensors instead of its outputs."""
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
         tensors = list(tensors_in((args, kwargs)))
-        number, device = len(self._calls), _device_of(tensors)
+        number, device = len(self._calls), device_of(tensors)
         marker = RemoteTensor.of(torch.empty(0, device="meta"), device, "")
         self._calls.append(_Call(site, tensors, marker.created))
         drawn = random.getstate()
@@ -311,7 +311,8 @@ class Surveyed(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         number, survey = self.__dict__["_survey"]
-        return remote_attribute(survey.probes[number], "", name)
+        probe = survey.probes[number]
+        return remote_attribute(probe, probe.module, "", name)
 
 
 class InnerModule(StandIn):
@@ -334,7 +335,7 @@ class InnerModule(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         probe, inner = self.__dict__["_part"]
-        return remote_attribute(probe, inner, name)
+        return remote_attribute(probe, self.stands_for, inner, name)
 
 
 def kind_of(stand_in: StandIn) -> type:
@@ -342,12 +343,19 @@ def kind_of(stand_in: StandIn) -> type:
     return type(stand_in.stands_for) if "_for" in stand_in.__dict__ else type(stand_in)
 
 
-def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
+def remote_attribute(probe: Probe, module: nn.Module, inner: str, name: str) -> Any:
     """Return an attribute of a module on another stage: weights as remote tensors, modules as `InnerModule`.
 
-    Raises ModelError if the module's calls change the attribute, or its value is unknown.
+    Args:
+        probe: calls the module of the chain.
+        module: that module or a submodule of it, which has the attribute.
+        inner: path of `module` in the probe's module; "" for the module itself.
+        name: name of the attribute.
+
+    Raises:
+        ModelError: if the module's calls change the attribute, or its value is unknown.
     """
-    value = getattr(probe.module.get_submodule(inner), name)
+    value = getattr(module, name)
     if (inner, name) in probe.state:
         path = ".".join(filter(None, (probe.path, inner, name)))
         raise ModelError(
@@ -361,7 +369,12 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
         )
     if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteTensor):
         return RemoteTensor.of(value, torch.device("cpu"), probe.path)
-    return InnerModule(probe, blocks.join_path(inner, name)) if isinstance(value, nn.Module) else value
+    if not isinstance(value, nn.Module):
+        return value
+    path = blocks.join_path(inner, name)
+    if path not in probe.inner_modules:
+        probe.inner_modules[path] = InnerModule(probe, path)
+    return probe.inner_modules[path]
 
 
 def remote_outputs(
@@ -411,8 +424,12 @@ def stages_of_sites(chain: Chain, stops: Sequence[int]) -> list[int]:
     return found + [last] * len(chain.after)
 
 
-def _device_of(tensors: list[torch.Tensor]) -> torch.device:
-    return next((each.device for each in tensors), torch.device("cpu"))
+def device_of(tensors: list[torch.Tensor]) -> torch.device:
+    """Return the device of the first tensor, or the CPU if the list is empty."""
+    first = tensors[0] if tensors else None
+    if isinstance(first, RemoteTensor):
+        return first.real_device if first.received is None else first.received.device
+    return torch.device("cpu") if first is None else first.device
 
 
 def _structure(batch: Any) -> Any:

@@ -116,13 +116,12 @@ class Costs:
         lengths = _columns(self.lengths)[np.asarray(indices)]
         beside = np.zeros(len(lengths)) if self.beside is None else self.beside[np.asarray(indices)]
         costs = np.asarray(self.cost_of(lengths.sum(1)), np.float64) + beside
-        own: list[list[int]] = [[] for _ in weights]
-        sums = np.zeros(len(weights))
-        for place in np.lexsort((np.arange(len(costs)), -costs)).tolist():
-            rank = int(np.argmin((sums + costs[place]) / weights))
-            own[rank].append(place)
+        rank_of, sums = np.zeros(len(costs), np.int64), np.zeros(len(weights))
+        for place in np.argsort(-costs, kind="stable").tolist():
+            rank = rank_of[place] = int(np.argmin((sums + costs[place]) / weights))
             sums[rank] += costs[place]
-        orders = [np.array(sorted(places, key=lambda one: (-lengths[one].sum(), one)), np.int64) for places in own]
+        by_length = np.argsort(-lengths.sum(1), kind="stable")
+        orders = [by_length[rank_of[by_length] == rank] for rank in range(len(weights))]
         runs = [_Runs(lengths[order], self.cost_of, self.most_tokens, beside[order]) for order in orders]
         number = max(1, *(len(each.split_at_cost(self.most)) for each in runs))
         cuts = [each.even(self.most, number) if len(order) else [] for each, order in zip(runs, orders, strict=True)]
