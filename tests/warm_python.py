@@ -2,7 +2,8 @@
 
 `install` replaces the system call of `subprocess` in this process: `[sys.executable, "-m", MODULE, ...]` with a module
 of `MODULES` becomes a fork. It is a child of this process, with the arguments, environment, folder and descriptors that
-it would have as a new program. Other programs start as usual, and so do all in tests with the fixture `new_programs`.
+it would have as a new program. With the variable `FORKS` in its environment, so does a script, and torchrun with its
+scripts. Other programs start as usual, and so do all in tests with the fixture `new_programs`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +33,15 @@ import torch
 #: Programs that run as forks. `weft` starts the others.
 MODULES = ("weft", "weft.cli.launch.fork_server", "weft.cli.launch.rank", "weft.cli.train",
            "weft.inference.task_metrics")  # fmt: skip
+#: Variable of programs whose scripts are forks too.
+FORKS = "WEFT_TEST_FORKS"
+_TORCHRUN = "torch.distributed.run"
 #: Imports of the process that forks. Libraries that read the environment at import, such as transformers, are left out.
 IMPORTED = ("torch._dynamo", "weft.train.engines.torch_engine", "weft.train.rank_run", "weft.train.tasks.decoder",
             "weft.monitor", "weft.models", "weft.cli.app", "weft.config.files",
             "weft.cli.launch.restarts")  # fmt: skip
 #: Programs that start others of these. The others may wait for all their children, so they have no further one.
-_STARTERS = ("weft",)
+_STARTERS = ("weft", _TORCHRUN)
 _SET_SUBREAPER = 36  # prctl(2)
 _FREE = 512  # descriptors from here on have no other use
 _ADOPTED_S = 10.0
@@ -76,12 +81,12 @@ def _adopting():
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the interpreter and torch read when they start. torch sets the cache's."""
-    others = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
+    """Return the variables that the interpreter and torch read when they start. torchrun's are read later."""
+    others = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_")
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(("PYTHON", "TORCH")) and name not in others
+        if name.startswith(("PYTHON", "TORCH")) and not name.startswith(others)
     }
 
 
@@ -97,12 +102,10 @@ def enable(*, value: bool) -> None:
 
 def _fork_exec(args: Sequence[bytes | str], *rest: Any) -> int:
     words = [os.fsdecode(word) for word in args]
-    python = words[1:3] if words[1:2] == ["-u"] else words[1:2]
-    module = words[len(python) + 1 : len(python) + 2]
     (_, _, keep, cwd, variables, stdin, _, _, stdout, _, stderr, _, error_pipe, _, new_session, group, *more) = rest
-    if _Mother.enabled and words[0] == sys.executable and python[-1:] == ["-m"] and module and module[0] in MODULES:
-        given = [os.fsdecode(one).partition("=") for one in variables or ()]
-        environment = {name: value for name, _, value in given} if variables is not None else dict(os.environ)
+    given = [os.fsdecode(one).partition("=") for one in variables or ()]
+    environment = {name: value for name, _, value in given} if variables is not None else dict(os.environ)
+    if _Mother.enabled and words[0] == sys.executable and _is_known(words, forks_scripts=FORKS in environment):
         has_more = group != -1 or more[0] is not None or more[2] is not None or more[4] is not None
         mother = _ready_mother()
         if mother is not None and not has_more and _read_at_import(environment) == mother.variables:
@@ -114,6 +117,21 @@ def _fork_exec(args: Sequence[bytes | str], *rest: Any) -> int:
             streams = [given if given >= 0 else own for own, given in enumerate((stdin, stdout, stderr))]
             return mother.fork(order, [*streams, *kept])
     return _original(args, *rest)
+
+
+def _is_known(words: Sequence[str], *, forks_scripts: bool) -> bool:
+    """Return True for a program that may be a fork."""
+    name, is_module = program_of(words)
+    if is_module:
+        return name in MODULES or (forks_scripts and name == _TORCHRUN)
+    return forks_scripts and name.endswith(".py")
+
+
+def program_of(words: Sequence[str]) -> tuple[str, bool]:
+    """Return the module or path of a command line of Python, and whether it is a module."""
+    first = 2 if words[1:2] == ["-u"] else 1
+    is_module = words[first : first + 1] == ["-m"]
+    return "".join(words[first + is_module : first + is_module + 1]), is_module
 
 
 def _ready_mother() -> _Mother | None:
@@ -183,17 +201,18 @@ def _become(order: dict[str, Any], received: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     words = order["words"]
-    place = words.index("-m") + 1
+    name, is_module = program_of(words)
     unbuffered = words[1] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 - open until the process ends
     sys.stdout = sys.__stdout__ = _stream(1, unbuffered, "strict")
     sys.stderr = sys.__stderr__ = _stream(2, unbuffered, "backslashreplace")
-    sys.orig_argv, sys.argv, sys.path[0] = words, words[place:], order["cwd"]
+    sys.orig_argv, sys.argv = words, words[words.index(name) :]
+    sys.path[0] = order["cwd"] if is_module else str(Path(name).resolve().parent)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(order["cores"])))
 
 
 def _stream(descriptor: int, unbuffered: bool, errors: str) -> io.TextIOWrapper:
-    raw = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)
+    raw = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115 - open until the process ends
     lines = descriptor == 2 or os.isatty(descriptor)
     return io.TextIOWrapper(raw, errors=errors, line_buffering=lines, write_through=unbuffered)
 
@@ -209,8 +228,8 @@ def _run(line: socket.socket) -> None:
     """Fork programs. A fork that may start others first forks a process that forks them."""
     order, received = _serve(line)
     _Mother.current = None
-    module = order["words"][order["words"].index("-m") + 1]
-    if module in _STARTERS:
+    name, is_module = program_of(order["words"])
+    if name in _STARTERS:
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
             for descriptor in (ours.detach(), *received):
@@ -221,9 +240,12 @@ def _run(line: socket.socket) -> None:
         _Mother.current = _Mother(socket.socket(fileno=_moved(ours.detach())))
         install()
     _become(order, received)
-    if module != "weft":
-        sys.modules.pop(module, None)  # a new program has it only as __main__
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if not is_module:
+        runpy.run_path(name, run_name="__main__")
+        return
+    if name != "weft":
+        sys.modules.pop(name, None)  # a new program has it only as __main__
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def main(line: socket.socket) -> None:

@@ -16,6 +16,8 @@ pytest.importorskip("accelerate")
 import transformers
 
 from tests.hf import cases
+from tests.warm_python import FORKS
+from weft import env
 from weft.errors import ConfigError, ModelError
 from weft.hf import Trainer, use
 from weft.hf.fused_head import token_fields
@@ -230,7 +232,9 @@ def test_a_group_without_a_backend_for_the_device_is_replaced(tmp_path):
         "    assert run.mesh.world_size == 2\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env=env.child_env(**{FORKS: "1"})
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

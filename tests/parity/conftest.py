@@ -9,6 +9,7 @@ import pytest
 
 from tests.parity.plans import (
     IN_GATE,
+    IN_GATE_ON_FOUR,
     ON_FOUR,
     Cell,
     References,
@@ -35,7 +36,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _parametrize_by_layout(metafunc, "matrix_cells", chosen, None if everything else todays_third(chosen))
     if "broad_cells" in metafunc.fixturenames:
         chosen = {num_ranks: broad_matrix(num_ranks, is_complete=everything) for num_ranks in (2, 4)}
-        in_gate = {} if everything else {ranks: chosen_cells(cells, groups=IN_GATE) for ranks, cells in chosen.items()}
+        two = chosen_cells(chosen[2], groups=IN_GATE)
+        in_gate = {} if everything else {2: two, 4: chosen_cells(chosen[4], groups=IN_GATE_ON_FOUR, covered=two)}
         _parametrize_by_layout(metafunc, "broad_cells", chosen, in_gate)
 
 

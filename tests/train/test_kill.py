@@ -22,6 +22,8 @@ from weft.checkpoint.load import list_checkpoints, load_checkpoint, verify_check
 from weft.monitor.events import read_events
 from weft.train.folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("new_programs")
+
 STEPS = 40
 SETTINGS = [
     "plan=dp_replicate=2 accumulation=2",
