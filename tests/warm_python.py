@@ -2,8 +2,8 @@
 
 `install` replaces the system call of `subprocess` in this process: `[sys.executable, "-m", MODULE, ...]` with a module
 of `MODULES` becomes a fork. It is a child of this process, with the arguments, environment, folder and descriptors that
-it would have as a new program. With the variable `FORKS` in its environment, so does a script, and torchrun with its
-scripts. Other programs start as usual, and so do all in tests with the fixture `new_programs`.
+it would have as a new program. With the variable `FORKS` in its environment, so does a script, torchrun with its
+scripts, and a worker of a pool. Other programs start as usual, and so do all in tests with the fixture `new_programs`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MODULES = ("weft", "weft.cli.launch.fork_server", "weft.cli.launch.rank", "weft.
 #: Variable of programs whose scripts are forks too.
 FORKS = "WEFT_TEST_FORKS"
 _TORCHRUN = "torch.distributed.run"
+_WITH_SCRIPTS = (("-m", _TORCHRUN), ("-c", "from weft.pools.worker import main; main()"))
 #: Imports of the process that forks. Libraries that read the environment at import, such as transformers, are left out.
 IMPORTED = ("torch._dynamo", "weft.train.engines.torch_engine", "weft.train.rank_run", "weft.train.tasks.decoder",
             "weft.monitor", "weft.models", "weft.cli.app", "weft.config.files",
@@ -121,17 +122,17 @@ def _fork_exec(args: Sequence[bytes | str], *rest: Any) -> int:
 
 def _is_known(words: Sequence[str], *, forks_scripts: bool) -> bool:
     """Return True for a program that may be a fork."""
-    name, is_module = program_of(words)
-    if is_module:
-        return name in MODULES or (forks_scripts and name == _TORCHRUN)
-    return forks_scripts and name.endswith(".py")
+    option, name = program_of(words)
+    return (option == "-m" and name in MODULES) or (
+        forks_scripts and ((option, name) in _WITH_SCRIPTS or (not option and name.endswith(".py")))
+    )
 
 
-def program_of(words: Sequence[str]) -> tuple[str, bool]:
-    """Return the module or path of a command line of Python, and whether it is a module."""
-    first = 2 if words[1:2] == ["-u"] else 1
-    is_module = words[first : first + 1] == ["-m"]
-    return "".join(words[first + is_module : first + is_module + 1]), is_module
+def program_of(words: Sequence[str]) -> tuple[str, str]:
+    """Return the option of a command line of Python that names a program (-m, -c, or "" for a script), and the name."""
+    place = 2 if words[1:2] == ["-u"] else 1
+    option = words[place] if words[place : place + 1] in (["-m"], ["-c"]) else ""
+    return option, "".join(words[place + bool(option) : place + bool(option) + 1])
 
 
 def _ready_mother() -> _Mother | None:
@@ -201,13 +202,13 @@ def _become(order: dict[str, Any], received: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     words = order["words"]
-    name, is_module = program_of(words)
+    option, name = program_of(words)
     unbuffered = words[1] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 - open until the process ends
     sys.stdout = sys.__stdout__ = _stream(1, unbuffered, "strict")
     sys.stderr = sys.__stderr__ = _stream(2, unbuffered, "backslashreplace")
     sys.orig_argv, sys.argv = words, words[words.index(name) :]
-    sys.path[0] = order["cwd"] if is_module else str(Path(name).resolve().parent)
+    sys.path[0] = order["cwd"] if option else str(Path(name).resolve().parent)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(order["cores"])))
 
 
@@ -228,7 +229,7 @@ def _run(line: socket.socket) -> None:
     """Fork programs. A fork that may start others first forks a process that forks them."""
     order, received = _serve(line)
     _Mother.current = None
-    name, is_module = program_of(order["words"])
+    option, name = program_of(order["words"])
     if name in _STARTERS:
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
@@ -240,7 +241,10 @@ def _run(line: socket.socket) -> None:
         _Mother.current = _Mother(socket.socket(fileno=_moved(ours.detach())))
         install()
     _become(order, received)
-    if not is_module:
+    if option == "-c":
+        exec(name, {"__name__": "__main__"})
+        return
+    if not option:
         runpy.run_path(name, run_name="__main__")
         return
     if name != "weft":

@@ -76,9 +76,19 @@ def check(plan: str, found: dict[str, list[str]]) -> None:
         assert any(kind.said in one and kind.where in one for one in said), (plan, name, said)
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3", "dp_shard=2 zero=2 accumulation=2"])
-def test_two_ranks_report_batch_dependence(plan, ranks2):
-    first, second = ranks2.run(messages_by_name, plan, EVERY)
+@pytest.mark.parametrize(
+    ("plan", "every"),
+    [
+        ("dp_replicate=2", 1),
+        ("dp_shard=2 zero=3", 4),
+        pytest.param("dp_shard=2 zero=3", 1, marks=pytest.mark.full),
+        pytest.param("dp_shard=2 zero=2 accumulation=2", 1, marks=pytest.mark.full),
+    ],
+)
+def test_two_ranks_report_batch_dependence(plan, every, ranks2):
+    """The sharded parameters of ZeRO 3 change how a model is called, not what the check finds: the gate tries a few."""
+    refused = ["frequencies", "frequencies of a function"]
+    first, second = ranks2.run(messages_by_name, plan, EVERY if every == 1 else [*refused, *EVERY[::every]])
     check(plan, first)
     # Only the first rank warns; all ranks refuse.
     assert {name for name, said in second.items() if said} == {"frequencies", "frequencies of a function"}
