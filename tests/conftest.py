@@ -116,7 +116,7 @@ def new_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def imports_of_ranks() -> None:
-    """Start the process that ranks are forked from with what most tests import, instead of importing it in each rank."""
+    """Start the process that ranks are forked from, with the imports of most tests."""
     forkserver.set_forkserver_preload(IMPORTED_BY_RANKS)
     forkserver.ensure_running()
 

@@ -16,6 +16,7 @@ import gc
 import importlib
 import io
 import json
+import multiprocessing.process
 import os
 import runpy
 import socket
@@ -32,7 +33,7 @@ import torch
 
 #: Programs that run as forks. `weft` starts the others.
 MODULES = ("weft", "weft.cli.launch.fork_server", "weft.cli.launch.rank", "weft.cli.train",
-           "weft.inference.task_metrics")  # fmt: skip
+           "weft.inference.task_metrics", "weft.cli.machines.doctor")  # fmt: skip
 #: Variable of programs whose scripts are forks too.
 FORKS = "WEFT_TEST_FORKS"
 _TORCHRUN = "torch.distributed.run"
@@ -207,6 +208,7 @@ def _become(order: dict[str, Any], received: Sequence[int]) -> None:
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 - open until the process ends
     sys.stdout = sys.__stdout__ = _stream(1, unbuffered, "strict")
     sys.stderr = sys.__stderr__ = _stream(2, unbuffered, "backslashreplace")
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # pyright: ignore[reportAttributeAccessIssue] - for `spawn`
     sys.orig_argv, sys.argv = words, words[words.index(name) :]
     sys.path[0] = order["cwd"] if option else str(Path(name).resolve().parent)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(order["cores"])))

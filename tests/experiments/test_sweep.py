@@ -223,7 +223,7 @@ def run_through_kills(folder: Path, num_kills: int, seed: int) -> None:
 
 
 def test_a_killed_sweep_ends_like_an_undisturbed_one(tmp_path):
-    run_through_kills(tmp_path, num_kills=4, seed=1)
+    run_through_kills(tmp_path, num_kills=2, seed=1)
 
 
 @pytest.mark.full
