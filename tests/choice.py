@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from datetime import date
 from typing import Any
 
 import pytest
@@ -39,3 +40,18 @@ def gate_runs(values: Iterable[Any], *places: int) -> list[Any]:
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if place in chosen else pytest.mark.full)
         for place, one in enumerate(cases)
     ]
+
+
+def todays(values: Iterable[Any], *, parts: int = 3) -> list[Any]:
+    """Return the values as parameters of a test, with all except today's part marked `full`.
+
+    Each day has another part, so the gate runs every case within a few days, and the nightly run has all.
+
+    Args:
+        values: one for each case; a tuple has the values of several parameters. A `pytest.param` keeps its marks.
+        parts: number of parts.
+    """
+    given = list(values)
+    cases = [one for one in given if not hasattr(one, "marks")]
+    marked = [one for one in given if hasattr(one, "marks")]
+    return marked + gate_runs(cases, *range(date.today().toordinal() % min(parts, len(cases)), len(cases), parts))

@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 
 import transformers
 
+from tests.choice import todays
 from tests.hf import cases
 from tests.warm_python import FORKS
 from weft import env
@@ -71,11 +72,13 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("plan", "options"),
-    [
-        *CASES,
-        ("dp_shard=2 zero=3", {"lora": True, **EVALUATED}),
-        pytest.param("tp=2", {"lora": True, "num_rows": 6, **EVALUATED}, marks=pytest.mark.full),
-    ],
+    todays(
+        [
+            *CASES,
+            ("dp_shard=2 zero=3", {"lora": True, **EVALUATED}),
+            ("tp=2", {"lora": True, "num_rows": 6, **EVALUATED}),
+        ]
+    ),
 )
 def test_trainer_equals_one_device(ranks2, tmp_path, plan, options):
     """The 9 samples are uneven: in the last step one data rank has 1 sample, and the other none."""

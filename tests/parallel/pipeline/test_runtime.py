@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from tests.choice import gate_runs, product
+from tests.choice import gate_runs, todays
 from tests.parallel.pipeline import cases
 from tests.parity.pipeline_cases import GPT2, SCHEDULES
 from weft.config.shapes.model_spec import ModelSpec
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", todays(SCHEDULES))
 def test_sequences_of_varying_lengths_match_one_process(schedule, ranks2):
     rounds = [[8, 5, 3, 8], [8, 5, 3, 8], [4, 8, 8, 2]]
     expected = cases.losses_of_lengths("accumulation=4 precision=fp64", rounds)
@@ -22,7 +24,7 @@ def test_sequences_of_varying_lengths_match_one_process(schedule, ranks2):
 EXTRAS = ["precision=bf16", "precision=fp16", "recompute=selective", "recompute=attention"]
 
 
-@pytest.mark.parametrize(*product("schedule, extra", SCHEDULES, EXTRAS))
+@pytest.mark.parametrize("schedule, extra", todays(itertools.product(SCHEDULES, EXTRAS), parts=9))
 def test_precisions_and_recompute_match_one_process(schedule, extra, ranks2):
     bound = {"precision=bf16": 2**-6, "precision=fp16": 2**-9}.get(extra, 1e-6)
     expected = cases.losses(f"accumulation=4 {extra}")
