@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from tests.lean import compiled_by
 from tests.parallel.loops import weights
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
@@ -520,7 +521,8 @@ def loss_with_old_parameters(zero: int) -> str:
 def test_stale_references_are_detected_in_compiled_models():
     mesh = build_mesh(Plan.parse("compile=on precision=fp64"))
     for kind, refused in ((View, True), (UnusedReference, False)):
-        model = parallelize(nn.Sequential(kind(), nn.Sequential(nn.Linear(4, 4), nn.GELU()).double()), mesh)
+        with compiled_by("lean"):
+            model = parallelize(nn.Sequential(kind(), nn.Sequential(nn.Linear(4, 4), nn.GELU()).double()), mesh)
         step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn, mesh)
         message = ""
         try:

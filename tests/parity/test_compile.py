@@ -57,6 +57,13 @@ def test_blocks_of_one_class_share_graphs(cell, plain, references, ranks2):
         assert 1 <= found.graphs <= 2 * kinds + cell.plan.sp + head
 
 
+def test_blocks_with_experts_share_graphs_on_one_rank(references):
+    case = deep_subjects()["experts"].case
+    found = train_compiled(compiled_plan("recompute=selective"), case)
+    assert found.result.largest_difference(references["experts"]) < RTOL
+    assert 1 <= found.graphs <= 2 * 2  # dense blocks and blocks with experts
+
+
 @pytest.mark.parametrize(
     "plan", ["dp_shard=2 zero=2", pytest.param("tp=2 sp=on recompute=full", marks=pytest.mark.full)]
 )
