@@ -17,6 +17,7 @@ import importlib
 import io
 import json
 import multiprocessing.process
+import multiprocessing.util
 import os
 import runpy
 import socket
@@ -48,6 +49,9 @@ _SET_SUBREAPER = 36  # prctl(2)
 _FREE = 512  # descriptors from here on have no other use
 _ADOPTED_S = 10.0
 
+_FORK_SERVER = "from multiprocessing.forkserver import main"
+
+_spawn: Callable[..., int] = vars(multiprocessing.util)["spawnv_passfds"]
 _original: Callable[..., int] = vars(subprocess)["_fork_exec"]
 _environment = dict(os.environ)
 
@@ -62,11 +66,18 @@ class _Mother:
         self.line, self.process, self.owner, self.lock = line, process, os.getpid(), threading.Lock()
         self.variables = _read_at_import(_environment)
 
-    def fork(self, order: dict[str, Any], descriptors: Sequence[int]) -> int:
-        """Start a program and return its process id."""
-        text = json.dumps(order).encode()
+    def fork(self, order: dict[str, Any], streams: Sequence[int], kept: Sequence[int]) -> int:
+        """Start a program and return its process id.
+
+        Args:
+            order: command line, environment, folder, and whether it leads a session.
+            streams: descriptors of its standard streams.
+            kept: descriptors that it gets under the same numbers.
+        """
+        own = {"kept": list(kept), "cores": sorted(os.sched_getaffinity(0)), "parent": os.getpid()}
+        text = json.dumps({**order, **own}).encode()
         with self.lock, _adopting():
-            socket.send_fds(self.line, [struct.pack("i", len(text))], descriptors)
+            socket.send_fds(self.line, [struct.pack("i", len(text))], [*streams, *kept])
             self.line.sendall(text)
             return struct.unpack("i", _read(self.line, 4))[0]
 
@@ -95,6 +106,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 def install() -> None:
     """Let `subprocess` fork Weft's programs. The process that forks starts with the first of them."""
     vars(subprocess)["_fork_exec"] = _fork_exec
+    vars(multiprocessing.util)["spawnv_passfds"] = _spawnv_passfds
 
 
 def enable(*, value: bool) -> None:
@@ -111,14 +123,19 @@ def _fork_exec(args: Sequence[bytes | str], *rest: Any) -> int:
         has_more = group != -1 or more[0] is not None or more[2] is not None or more[4] is not None
         mother = _ready_mother()
         if mother is not None and not has_more and _read_at_import(environment) == mother.variables:
-            kept = sorted(set(keep) - {error_pipe})
-            order = {
-                "words": words, "environment": environment, "cwd": os.fsdecode(cwd or os.getcwd()), "kept": kept,
-                "new_session": bool(new_session), "cores": sorted(os.sched_getaffinity(0)), "parent": os.getpid(),
-            }  # fmt: skip
             streams = [given if given >= 0 else own for own, given in enumerate((stdin, stdout, stderr))]
-            return mother.fork(order, [*streams, *kept])
+            order = {"environment": environment, "cwd": os.fsdecode(cwd or os.getcwd()), "new_session": new_session}
+            return mother.fork({**order, "words": words}, streams, sorted(set(keep) - {error_pipe}))
     return _original(args, *rest)
+
+
+def _spawnv_passfds(path: str, args: Sequence[str], passfds: Sequence[int]) -> int:
+    """Start the server from which multiprocessing forks, as `RankPool` asks it to, as a fork."""
+    mother = _ready_mother() if _Mother.enabled and args[-1].startswith(_FORK_SERVER) else None
+    if mother is None or _read_at_import(os.environ) != mother.variables:
+        return _spawn(path, args, passfds)
+    order = {"environment": dict(os.environ), "cwd": os.getcwd(), "new_session": False}
+    return mother.fork({**order, "words": [os.fsdecode(args[0]), "-c", args[-1]]}, (0, 1, 2), sorted(passfds))
 
 
 def _is_known(words: Sequence[str], *, forks_scripts: bool) -> bool:
