@@ -2,8 +2,8 @@
 
 `install` replaces the system call of `subprocess` in this process: `[sys.executable, "-m", MODULE, ...]` with a module
 of `MODULES` becomes a fork. It is a child of this process, with the arguments, environment, folder and descriptors that
-it would have as a new program. With the variable `FORKS` in its environment, so does a script, torchrun with its
-scripts, and a worker of a pool. Other programs start as usual, and so do all in tests with the fixture `new_programs`.
+it would have as a new program. With the variable `FORKS` in its environment, so does a script, code after `-c`, and
+torchrun. Other programs start as usual, and so do all in tests with the fixture `new_programs`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ MODULES = ("weft", "weft.cli.launch.fork_server", "weft.cli.launch.rank", "weft.
 #: Variable of programs whose scripts are forks too.
 FORKS = "WEFT_TEST_FORKS"
 _TORCHRUN = "torch.distributed.run"
-_WITH_SCRIPTS = (("-m", _TORCHRUN), ("-c", "from weft.pools.worker import main; main()"))
 #: Imports of the process that forks. Libraries that read the environment at import, such as transformers, are left out.
 IMPORTED = ("torch._dynamo", "weft.train.engines.torch_engine", "weft.train.rank_run", "weft.train.tasks.decoder",
             "weft.monitor", "weft.models", "weft.cli.app", "weft.config.files",
@@ -141,9 +140,9 @@ def _spawnv_passfds(path: str, args: Sequence[str], passfds: Sequence[int]) -> i
 def _is_known(words: Sequence[str], *, forks_scripts: bool) -> bool:
     """Return True for a program that may be a fork."""
     option, name = program_of(words)
-    return (option == "-m" and name in MODULES) or (
-        forks_scripts and ((option, name) in _WITH_SCRIPTS or (not option and name.endswith(".py")))
-    )
+    if option == "-m":
+        return name in MODULES or (forks_scripts and name == _TORCHRUN)
+    return forks_scripts and (option == "-c" or name.endswith(".py"))
 
 
 def program_of(words: Sequence[str]) -> tuple[str, str]:
@@ -227,6 +226,8 @@ def _become(order: dict[str, Any], received: Sequence[int]) -> None:
     sys.stderr = sys.__stderr__ = _stream(2, unbuffered, "backslashreplace")
     multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # pyright: ignore[reportAttributeAccessIssue] - for `spawn`
     sys.orig_argv, sys.argv = words, words[words.index(name) :]
+    if option == "-c":
+        sys.argv[0] = option
     sys.path[0] = order["cwd"] if option else str(Path(name).resolve().parent)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(order["cores"])))
 
