@@ -51,7 +51,13 @@ def todays(values: Iterable[Any], *, parts: int = 3) -> list[Any]:
         values: one for each case; a tuple has the values of several parameters. A `pytest.param` keeps its marks.
         parts: number of parts.
     """
-    given = list(values)
-    cases = [one for one in given if not hasattr(one, "marks")]
-    marked = [one for one in given if hasattr(one, "marks")]
-    return marked + gate_runs(cases, *range(date.today().toordinal() % min(parts, len(cases)), len(cases), parts))
+    given = [
+        one if hasattr(one, "marks") else pytest.param(*(one if isinstance(one, tuple) else (one,))) for one in values
+    ]
+    cases = [place for place, one in enumerate(given) if not one.marks]
+    today = date.today().toordinal()
+    later = {place for row, place in enumerate(cases) if (row - today) % min(parts, len(cases))}
+    return [
+        pytest.param(*one.values, id=one.id, marks=pytest.mark.full) if place in later else one
+        for place, one in enumerate(given)
+    ]

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.parity.compiled import (
     DroppingCase,
     compiled_cells,
@@ -42,7 +42,7 @@ def references():
 
 @pytest.mark.parametrize(
     "cell",
-    gate_runs([(cell,) for cell in compiled_cells(2)], *compiled_in_gate(compiled_cells(2))),
+    todays(gate_runs([(cell,) for cell in compiled_cells(2)], *compiled_in_gate(compiled_cells(2))), parts=2),
     ids=lambda cell: f"{cell.subject} {cell.plan}",
 )
 def test_blocks_of_one_class_share_graphs(cell, plain, references, ranks2):

@@ -86,7 +86,7 @@ def test_unequal_shares_match_one_process_on_two_ranks(plan, references, ranks2)
     compare(ranks2, plan, *references)
 
 
-@pytest.mark.parametrize("plan", gate_runs(FOUR, 4, 7))
+@pytest.mark.parametrize("plan", todays(gate_runs(FOUR, 4, 7), parts=2))
 def test_unequal_shares_match_one_process_on_four_ranks(plan, references, ranks4):
     chosen, expected = references
     model_axes = any(f"{axis}=" in plan for axis in ("tp", "cp", "pp"))
@@ -122,7 +122,7 @@ def test_states_and_gradients_of_ranks_are_unequal(ranks2):
     assert more == pytest.approx(3 * less, rel=0.05)
 
 
-@pytest.mark.parametrize("plan", gate_runs(FOUR_SHARDS, 0, 2))
+@pytest.mark.parametrize("plan", todays(gate_runs(FOUR_SHARDS, 0, 2), parts=2))
 def test_unequal_shards_match_one_process_on_four_ranks(plan, references, ranks4):
     chosen, expected = references
     model_axes = any(f"{axis}=" in plan for axis in ("tp", "pp"))

@@ -33,7 +33,8 @@ def test_precisions_and_recompute_match_one_process(schedule, extra, ranks2):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "groups"), [("schedule=interleaved virtual_stages=2", 4), ("schedule=dualpipe_v virtual_stages=2", 4)]
+    ("schedule", "groups"),
+    todays([("schedule=interleaved virtual_stages=2", 4), ("schedule=dualpipe_v virtual_stages=2", 4)], parts=2),
 )
 def test_separate_groups_per_flow_change_no_bit(schedule, groups, ranks2):
     """Check the two-rank groups, one per content and direction, that NCCL would use, with gloo."""
@@ -70,7 +71,8 @@ def test_checkpoints_resume_with_and_without_a_pipeline(plans, ranks2):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["schedule=1f1b", "schedule=interleaved virtual_stages=2", "schedule=zb_v virtual_stages=2"]
+    "schedule",
+    todays(["schedule=1f1b", "schedule=interleaved virtual_stages=2", "schedule=zb_v virtual_stages=2"], parts=3),
 )
 def test_evaluation_matches_one_process(schedule, ranks2):
     loss, num_tokens = cases.evaluation("precision=fp64")
@@ -106,7 +108,7 @@ def test_no_rank_ever_allocates_the_full_model(family, ranks4, tmp_path):
         assert loaded < 0.7 * full_bytes
 
 
-@pytest.mark.parametrize("schedule", gate_runs(SCHEDULES[1:], 0, -1))
+@pytest.mark.parametrize("schedule", todays(gate_runs(SCHEDULES[1:], 0, -1), parts=2))
 def test_sent_tensors_are_freed(schedule, ranks2):
     """Check that pending tensors do not grow with the number of microbatches."""
     few, many = (ranks2.run(cases.most_pending_sends, f"pp=2 microbatches={m} {schedule}") for m in (8, 24))
