@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import warm_python
+from tests.tools import warm_python
 from weft.checkpoint.object_store import StorePath
 from weft.verify.rank_pool import RankPool
 
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_as_forks() -> None:
-    """Start Weft's programs as forks of one process: see tests/warm_python.py."""
+    """Start Weft's programs as forks of one process: see tests/tools/warm_python.py."""
     if sys.platform == "linux":
         warm_python.install()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import FORKS
+from tests.tools.warm_python import FORKS
 from weft import env
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from tests.warm_python import FORKS
+from tests.tools.warm_python import FORKS
 from weft import env
 from weft.cli.app import run as weft
 from weft.config.files import load_config

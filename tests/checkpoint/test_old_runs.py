@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import FORKS
+from tests.tools.warm_python import FORKS
 
 ARCHIVE = Path(__file__).with_name("old_runs.zip")
 IN_GATE = ("zero3", "script")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.federated.runs import InProcess, same, train, weights, write_config
-from tests.warm_python import FORKS
+from tests.tools.warm_python import FORKS
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan

@@ -17,7 +17,7 @@ import transformers
 
 from tests.choice import todays
 from tests.hf import cases
-from tests.warm_python import FORKS
+from tests.tools.warm_python import FORKS
 from weft import env
 from weft.errors import ConfigError, ModelError
 from weft.hf import Trainer, use

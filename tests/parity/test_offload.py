@@ -15,7 +15,7 @@ from tests.full_state import capture, restore
 from tests.memory.links import LateLink
 from tests.parity.cases import ImageCase, TreeCase, cases
 from tests.parity.plans import train_quietly
-from tests.warm_python import FORKS
+from tests.tools.warm_python import FORKS
 from weft import env
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan

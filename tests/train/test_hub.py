@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.hub_server import TOKEN, Hub, hub_server
-from tests.warm_python import FORKS
+from tests.tools.warm_python import FORKS
 from weft import env
 from weft.cli.app import run as weft_command
 from weft.cli.train import _checked_message

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.warm_python import FORKS
+from tests.tools.warm_python import FORKS
 from weft import env
 from weft.errors import DataError, ModelError
 from weft.train.script.other_trainers import refuse_other_trainers

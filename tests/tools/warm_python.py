@@ -160,7 +160,7 @@ def _ready_mother() -> _Mother | None:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm_python", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "tests.tools.warm_python", str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
         _Mother.current = _Mother(ours, process)
@@ -283,6 +283,6 @@ def main(line: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    from tests import warm_python  # so that `install` changes the module that programs see
+    from tests.tools import warm_python  # so that `install` changes the module that programs see
 
     warm_python.main(socket.socket(fileno=int(sys.argv.pop())))
