@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from datetime import date
 from typing import Any
 
 import pytest
@@ -38,4 +39,25 @@ def gate_runs(values: Iterable[Any], *places: int) -> list[Any]:
     return [
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if place in chosen else pytest.mark.full)
         for place, one in enumerate(cases)
+    ]
+
+
+def todays(values: Iterable[Any], *, parts: int = 3) -> list[Any]:
+    """Return the values as parameters of a test, with all except today's part marked `full`.
+
+    Each day has another part, so the gate runs every case within a few days, and the nightly run has all.
+
+    Args:
+        values: one for each case; a tuple has the values of several parameters. A `pytest.param` keeps its marks.
+        parts: number of parts.
+    """
+    given = [
+        one if hasattr(one, "marks") else pytest.param(*(one if isinstance(one, tuple) else (one,))) for one in values
+    ]
+    cases = [place for place, one in enumerate(given) if not one.marks]
+    today = date.today().toordinal()
+    later = {place for row, place in enumerate(cases) if (row - today) % min(parts, len(cases))}
+    return [
+        pytest.param(*one.values, id=one.id, marks=pytest.mark.full) if place in later else one
+        for place, one in enumerate(given)
     ]

@@ -12,16 +12,25 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.tools import warm_python
 from weft.checkpoint.object_store import StorePath
 from weft.verify.rank_pool import RankPool
 
 torch.set_num_threads(1)
 
+#: Modules of ranks: those of `RankPool`, and models of transformers.
+IMPORTED_BY_RANKS = [
+    "torch._dynamo", "weft.verify.verifier", "weft.train.script.script_run", "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.mixtral.modeling_mixtral", "transformers.models.bert.modeling_bert",
+]  # fmt: skip
 #: Seconds of each test file on two cores, from the last complete run with `--write-durations`.
 DURATIONS = Path(__file__).with_name("durations.json")
 
@@ -90,14 +99,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_as_forks() -> None:
+    """Start Weft's programs as forks of one process: see tests/tools/warm_python.py."""
+    if sys.platform == "linux":
+        warm_python.install()
+
+
+@pytest.fixture(scope="module")
+def new_programs() -> Iterator[None]:
+    """Start programs as users do, not as forks. For tests of starting itself."""
+    warm_python.enable(value=False)
+    yield
+    warm_python.enable(value=True)
+
+
 @pytest.fixture(scope="session")
-def ranks2():
+def imports_of_ranks() -> None:
+    """Start the process that ranks are forked from, with the imports of most tests."""
+    forkserver.set_forkserver_preload(IMPORTED_BY_RANKS)
+    forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session")
+def ranks2(imports_of_ranks: None):
     with RankPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def ranks4():
+def ranks4(imports_of_ranks: None):
     with RankPool(4) as pool:
         yield pool
 

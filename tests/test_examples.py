@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.warm_python import FORKS
 from weft import env
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +53,7 @@ def run(*command: str, home: Path) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=home,
-        env=env.child_env(WEFT_HOME=str(home), TMPDIR=str(home), OMP_NUM_THREADS="1", CI="true"),
+        env=env.child_env(WEFT_HOME=str(home), TMPDIR=str(home), OMP_NUM_THREADS="1", CI="true", **{FORKS: "1"}),
         capture_output=True,
         text=True,
         timeout=180,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.warm_python import FORKS
 from weft import env
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +49,12 @@ if __name__ == "__main__":
 
 def run(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
     settings = env.child_env(
-        WEFT_HOME=str(home), TMPDIR=str(home), OMP_NUM_THREADS="1", IPYTHONDIR=str(home), MPLBACKEND="agg"
+        WEFT_HOME=str(home),
+        TMPDIR=str(home),
+        OMP_NUM_THREADS="1",
+        IPYTHONDIR=str(home),
+        MPLBACKEND="agg",
+        **{FORKS: "1"},
     )
     return subprocess.run([sys.executable, *words], cwd=home, env=settings, capture_output=True, text=True, timeout=400)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tests.tools.warm_python import FORKS
 from weft import env
 from weft.cli.app import run as weft
 from weft.config.files import load_config
@@ -32,7 +33,9 @@ for port, path in zip(*[iter(sys.argv[1:])] * 2):
 def run(*command: str, home: Path) -> list[str]:
     done = subprocess.run(
         [sys.executable, *command],
-        env=env.child_env(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", CI="true", ACCELERATE_USE_CPU="true"),
+        env=env.child_env(
+            OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", CI="true", ACCELERATE_USE_CPU="true", **{FORKS: "1"}
+        ),
         cwd=home,
         capture_output=True,
         text=True,

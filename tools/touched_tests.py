@@ -11,6 +11,7 @@ requirements affect all tests. Tests in `tests/cli` start `weft` as a command, s
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,13 @@ def imports_of(path: Path, known: Iterable[str]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+@functools.cache
+def import_graph() -> tuple[dict[str, Path], dict[str, set[str]]]:
+    """Return the source files by module, and the modules that each imports."""
+    files = {module_of(path): path for source in SOURCES for path in sorted((ROOT / source).rglob("*.py"))}
+    return files, {name: set(imports_of(path, files)) & set(files) for name, path in files.items()}
+
+
 def changed_since(base: str) -> set[Path]:
     """Return the files that differ from a commit, and untracked files."""
     listed = subprocess.check_output(["git", "diff", "--name-only", base], cwd=ROOT, text=True)
@@ -49,8 +57,7 @@ def changed_since(base: str) -> set[Path]:
 
 def touched(changed: set[Path]) -> list[Path]:
     """Return the test files that the changed files may affect."""
-    files = {module_of(path): path for source in SOURCES for path in sorted((ROOT / source).rglob("*.py"))}
-    graph = {name: set(imports_of(path, files)) & set(files) for name, path in files.items()}
+    files, graph = import_graph()
     parents = {parent for path in files.values() for parent in path.parents}
     folders = set[Path]()
     for path in changed:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.warm_python import FORKS
+
 ARCHIVE = Path(__file__).with_name("old_runs.zip")
 IN_GATE = ("zero3", "script")
 
@@ -27,7 +29,7 @@ def kinds() -> list[object]:
 
 
 def run_in(folder: Path, *command: str) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WEFT_HOME": str(folder / "home")}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "WEFT_HOME": str(folder / "home"), FORKS: "1"}
     done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -176,10 +176,27 @@ def test_prompt_and_answer_are_tokenized_as_one_text(kind: str, prompt: str, ans
     assert (np.diff(mask.astype(int)) >= 0).all(), "the answer is what follows the prompt"
 
 
+SIZES = st.lists(st.integers(1, 3000), min_size=1, max_size=6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6, deadline=None, phases=[Phase.generate])
-@given(words=LONG, sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=6))
+@settings(max_examples=2, deadline=None, phases=[Phase.generate])
+@given(words=LONG, sizes=SIZES)
 def test_long_text_has_the_same_ids_in_windows(kind: str, words: tuple[list[str], int], sizes: list[int]) -> None:
+    check_windows(kind, words, sizes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+@given(words=LONG, sizes=SIZES)
+def test_more_long_texts_have_the_same_ids_in_windows(
+    kind: str, words: tuple[list[str], int], sizes: list[int]
+) -> None:
+    check_windows(kind, words, sizes)
+
+
+def check_windows(kind: str, words: tuple[list[str], int], sizes: list[int]) -> None:
     text = "".join(words[0]) * words[1]
     tokenizer = both(kind, False)[1]
     expected = full(kind, False, text)

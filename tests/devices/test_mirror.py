@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.choice import todays
 from tests.parallel.table_cases import Script, TableCase, reference
 from tools.gpu_sim.stub_library import built_library
 from tools.mirror_device.device import NAME, SOURCE, load, package_in, why_not
@@ -49,8 +50,9 @@ def train_on(plan: str, devices: tuple[str, str], case: DecoderCase) -> tuple[Pa
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2", "tp=2 sp=on",
-             "cp=2", "pp=2 accumulation=2"]
+    "plan",
+    todays(["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2", "tp=2 sp=on",
+            "cp=2", "pp=2 accumulation=2"], parts=2),
 )  # fmt: skip
 def test_device_equals_one_process(ranks, plan):
     (pool, devices), plain = ranks, train_plain(CASE)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choice import todays
 from tests.experiments.fake_training import sweep
 from weft import env
 from weft.config.files import load_config
@@ -44,7 +45,7 @@ def test_halving_saves_steps_and_keeps_the_best(tmp_path):
     assert [trial.state for trial in halved.ranked()] == ["complete"] * 2 + ["stopped"] * 14
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
+@pytest.mark.parametrize("sampler", todays(["tpe", "random", "qmc"], parts=3))
 def test_samplers_find_the_minimum_and_repeat_their_choices(sampler, tmp_path):
     text = LENGTH + f'trials = 18\nbatch = 6\nseed = 3\nsampler = "{sampler}"\n' + SEARCH
     result = sweep(file_of(tmp_path, text), tmp_path / "a")
@@ -102,12 +103,15 @@ def test_failed_trials(tmp_path):
 
 @pytest.mark.parametrize(
     ("budget", "said", "number"),
-    [
-        ("steps = 200", "budget.steps=200: 160 are done, and the next rung needs 80", 3),
-        ('time = "9s"', "budget.time: the trials trained for 10 s", 6),
-        ('money = 0.03\nprice = "3.6usd/h"', "budget.money: the trials cost 0.03 USD", None),
-        ("kwh = 2", "budget.kwh=2: the trials used 2 kWh", None),
-    ],
+    todays(
+        [
+            ("steps = 200", "budget.steps=200: 160 are done, and the next rung needs 80", 3),
+            ('time = "9s"', "budget.time: the trials trained for 10 s", 6),
+            ('money = 0.03\nprice = "3.6usd/h"', "budget.money: the trials cost 0.03 USD", None),
+            ("kwh = 2", "budget.kwh=2: the trials used 2 kWh", None),
+        ],
+        parts=2,
+    ),
 )
 def test_budgets(budget, said, number, tmp_path):
     text = LENGTH + f"trials = 40\nbatch = 1\n[budget]\n{budget}\n" + SEARCH
@@ -223,7 +227,7 @@ def run_through_kills(folder: Path, num_kills: int, seed: int) -> None:
 
 
 def test_a_killed_sweep_ends_like_an_undisturbed_one(tmp_path):
-    run_through_kills(tmp_path, num_kills=4, seed=1)
+    run_through_kills(tmp_path, num_kills=2, seed=1)
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.federated.runs import InProcess, same, train, weights, write_config
+from tests.tools.warm_python import FORKS
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
@@ -78,8 +79,9 @@ def test_fedavg_of_one_step_equals_data_parallelism(tmp_path):
     assert [one["clients"] for one in result.rounds] == [5, 5, 5]
 
 
-def test_killed_worker_changes_nothing(tmp_path):
+def test_killed_worker_changes_nothing(tmp_path, monkeypatch):
     """Two workers, of which one is killed, give the bits of a run in this process."""
+    monkeypatch.setenv(FORKS, "1")
     marker = tmp_path / "killed"
     file = write_config(tmp_path, FAULTY)
     train(file, tmp_path / "here")

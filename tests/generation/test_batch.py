@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.choice import todays
 from tools.small_configs import small_config
 from weft.config.shapes.decoder_shape import DecoderSpec
 from weft.errors import ConfigError, ModelError
@@ -93,7 +94,7 @@ def expect_plain(model: Any, sampling: Sampling, rows: int = 3, tolerance: float
             assert found.log_probs == pytest.approx(log_probs, abs=tolerance)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", todays(FAMILIES))
 def test_texts_of_hugging_face_families_equal_a_plain_loop(family):
     model = family_model(family)
     for sampling in (GREEDY, SAMPLED):

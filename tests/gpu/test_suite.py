@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.choice import todays
 from tests.gpu.cases import Case, Setting, judge
 from tests.gpu.run import STAGES
 
@@ -16,11 +17,14 @@ _SLOW += ("stages of two chains", "encoders with decoders")
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=case.name, marks=[pytest.mark.full] if case.name in _SLOW else [])
-        for cases in STAGES.values()
-        for case in cases
-    ],
+    todays(
+        [
+            pytest.param(case, id=case.name, marks=[pytest.mark.full] if case.name in _SLOW else [])
+            for cases in STAGES.values()
+            for case in cases
+        ],
+        parts=2,
+    ),
 )
 def test_case_runs_on_the_cpu(case: Case, tmp_path):
     outcome = judge(case, Setting(torch.device("cpu"), small=True, folder=tmp_path))

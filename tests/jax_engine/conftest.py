@@ -1,4 +1,4 @@
-"""Tests of the JAX engine run in processes of their own, one for each file: `test_in_processes.py` starts them.
+"""Tests of the JAX engine run in a process of their own, which `test_in_processes.py` starts.
 
 A process that has imported jax may not fork, which other tests do, and its number of devices is fixed at its first use.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-#: Environment variable of the processes that run the files.
+#: Environment variable of the process that runs the files.
 INSIDE = "WEFT_TEST_JAX"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.choice import todays
 from tests.memory.models import GPT2, HAVE_ATTENTION, LLAMA, MODELS, token_ids
 from tools.live_memory import LiveTensors
 from weft.config.plan import Plan
@@ -49,8 +51,7 @@ def references():
     return reference
 
 
-@pytest.mark.parametrize("setting", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "setting"), todays(itertools.product(MODELS, POLICIES), parts=2))
 def test_recompute_matches_no_recompute(name, setting, references):
     model, call = MODELS[name]()
     names = list(model.state_dict())
@@ -166,8 +167,12 @@ def test_attention_policy_recomputes_large_attention_state():
     assert attention[1] < none[1]
 
 
-@pytest.mark.parametrize("name", ["llama-documents", "hf-gpt2", "cnn", "hf-gpt2-eager"])
-@pytest.mark.parametrize("setting", ["90%", "70%", ".5", "40%"])
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    todays(
+        itertools.product(["90%", "70%", ".5", "40%"], ["llama-documents", "hf-gpt2", "cnn", "hf-gpt2-eager"]), parts=3
+    ),
+)
 def test_budget_is_met_and_mostly_used(name, setting):
     model, call = MODELS[name]()
     none, _ = saved_and_peak_bytes("none", *MODELS[name]())

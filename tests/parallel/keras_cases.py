@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lean import compiled_by
 from weft.comm.mesh import build_mesh
 from weft.config.fields.layout import Layout
 from weft.config.plan import Plan
@@ -153,6 +154,12 @@ def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     """Return the sum of Keras' own cross entropy."""
     losses = load_keras().losses.sparse_categorical_crossentropy(batch[1], output, from_logits=True)
     return losses.sum(), len(batch[1])
+
+
+def traced(plan: str, name: str) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    """Train as `trained` does, with blocks that torch.compile traces and runs without generated code."""
+    with compiled_by("lean"):
+        return trained(plan, name)
 
 
 def trained(plan: str, name: str, layout: str | None = None) -> tuple[list[float], float, dict[str, torch.Tensor]]:

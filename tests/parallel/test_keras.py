@@ -96,7 +96,7 @@ def test_rows_of_the_guide_from_tensorflow_train_like_one_process(ranks2, expect
         row = next(line for line in guide.splitlines() if line.startswith(f"| `{strategy}`"))
         assert f"`{plan.replace('=2', '=N', 1)}`" in row
     for plan in {*STRATEGIES.values()} - {*PLANS}:
-        check((plan, "dense"), ranks2.run(keras_cases.trained, plan, "dense")[0], expected["dense"])
+        check((plan, "dense"), ranks2.run(keras_cases.traced, plan, "dense")[0], expected["dense"])
 
 
 @pytest.mark.full

@@ -53,10 +53,20 @@ def _saved(plan: str, spec: DecoderSpec) -> int:
     return saved_bytes(lambda: model(ids), model.parameters())
 
 
-@pytest.mark.parametrize("family", gate_runs(SPECS, 2))
-def test_saved_bytes_of_a_layer_match_the_planner(family, ranks2):
+#: Plans of the gate: each way to save less, and the layouts of experts.
+FEW = ("tp=2 sp=on compile=on", "tp=2 sp=on tp_chunks=3 recompute=selective",
+       "dp_shard=2 zero=3 mlp_tiles=3 recompute=full", *OF_EXPERTS)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "plans"),
+    gate_runs([("experts", FEW), ("experts", (*PLANS, *OF_EXPERTS)), ("llama", (*PLANS, *OF_DENSE)),
+               ("gpt2", (*PLANS, *OF_DENSE))], 0),
+    ids=["experts, few", "experts", "llama", "gpt2"],
+)  # fmt: skip
+def test_saved_bytes_of_a_layer_match_the_planner(family, plans, ranks2):
     spec = SPECS[family]
-    texts = [f"{plan} precision=bf16" for plan in (*PLANS, *(OF_EXPERTS if spec.num_experts else OF_DENSE))]
+    texts = [f"{plan} precision=bf16" for plan in plans]
     job = Job(shape=Shape.of_decoder(spec), seq_len=SEQ, global_batch=2)
     columns = Columns.of([Plan.parse(text) for text in texts], job)
     planned = layer_bytes(job, columns).kept / columns.microbatch

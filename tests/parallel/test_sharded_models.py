@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.choice import todays
 from tests.parallel.sharded_net import (
     Settings,
     disagree,
@@ -74,7 +75,7 @@ CAPTURES = [
 ]
 
 
-@pytest.mark.parametrize("plan", CAPTURES)
+@pytest.mark.parametrize("plan", todays(CAPTURES, parts=2))
 def test_saved_state_resumes_under_any_plan(plan, ranks4):
     two, four = replace(ADAMW, num_steps=2), replace(ADAMW, num_steps=2)
     saved = train_and_capture("precision=fp64", two)
@@ -138,7 +139,7 @@ HALF = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", todays(["bf16", "fp16"], parts=2))
 def test_half_precision_is_close_to_one_process(precision, ranks4):
     """Compare with a bound of a few roundings, since sums have another order."""
     one = train(f"precision={precision}", ADAMW)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.choice import todays
 from tests.parity.cases import LLAMA
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
@@ -236,7 +237,7 @@ def test_recomputed_blocks_separate_documents():
     assert train_case("precision=fp64", packed).losses != plain.losses
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", todays([False, True], parts=2))
 def test_states_over_cp_match_one_process(ranks2, documents):
     check_plan("cp=2", ranks2, [*FAMILIES], documents)
 

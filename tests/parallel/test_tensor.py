@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.choice import todays
 from tests.parallel.tensor_cases import FAMILIES, worst
 from weft.comm.mesh import build_mesh
 from weft.config.fields.layout import Layout
@@ -39,7 +40,7 @@ def test_every_family_matches_one_process_on_four_ranks(ranks4):
     check(ranks4, cases(4))
 
 
-@pytest.mark.parametrize("sp", ["", " sp=on"])
+@pytest.mark.parametrize("sp", todays(["", " sp=on"], parts=2))
 def test_head_counts_vocabularies_and_widths_match_one_process(ranks4, sp):
     """Use one key-value head, one per rank, a vocabulary that needs padding, and three heads per rank."""
     wide = {"dim": 48, "num_heads": 12, "ffn_dim": 12}

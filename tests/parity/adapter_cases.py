@@ -46,7 +46,7 @@ class AdapterCase:
 
     @property
     def num_steps(self) -> int:
-        return 3
+        return 2
 
 
 def adapter_subjects() -> dict[str, Subject]:

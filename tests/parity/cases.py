@@ -83,7 +83,7 @@ class PackedCase(HuggingFaceCase):
 class ImageCase:
     """A small convolutional network: channels_last weights, group norm, a frozen layer, one that is called twice."""
 
-    num_steps: int = 5
+    num_steps: int = 3
     max_grad_norm: float = 0.5
     global_batch: int = 16
     norm: str = "group"

@@ -9,6 +9,7 @@ import pytest
 
 from tests.parity.plans import (
     IN_GATE,
+    IN_GATE_ON_FOUR,
     ON_FOUR,
     Cell,
     References,
@@ -32,19 +33,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cells = {num_ranks: full_matrix(num_ranks) for num_ranks in (2, 4)}
         two = chosen_cells(cells[2])
         chosen = cells if everything else {2: two, 4: chosen_cells(cells[4], groups=ON_FOUR, covered=two)}
-        _parametrize_by_layout(metafunc, "matrix_cells", chosen, None if everything else todays_third(chosen))
+        _parametrize_by_layout(metafunc, "matrix_cells", chosen, None if everything else todays_part(chosen, 5))
     if "broad_cells" in metafunc.fixturenames:
         chosen = {num_ranks: broad_matrix(num_ranks, is_complete=everything) for num_ranks in (2, 4)}
-        in_gate = {} if everything else {ranks: chosen_cells(cells, groups=IN_GATE) for ranks, cells in chosen.items()}
-        _parametrize_by_layout(metafunc, "broad_cells", chosen, in_gate)
+        two = chosen_cells(chosen[2], groups=IN_GATE)
+        in_gate = {} if everything else {2: two, 4: chosen_cells(chosen[4], groups=IN_GATE_ON_FOUR, covered=two)}
+        _parametrize_by_layout(metafunc, "broad_cells", chosen, todays_part(in_gate, 3) if in_gate else None)
 
 
-def todays_third(cells: dict[int, Sequence[Cell]]) -> dict[int, Sequence[Cell]]:
-    """Return the cells of every third layout, another third each day. The nightly run has all layouts."""
+def todays_part(cells: dict[int, Sequence[Cell]], parts: int) -> dict[int, Sequence[Cell]]:
+    """Return the cells of one of `parts` parts of the layouts, another part each day. The nightly run has all."""
     found: dict[int, Sequence[Cell]] = {}
     for num_ranks, all_cells in cells.items():
         groups = list(by_layout(all_cells).values())
-        found[num_ranks] = [cell for group in groups[date.today().toordinal() % 3 :: 3] for cell in group]
+        found[num_ranks] = [cell for group in groups[date.today().toordinal() % parts :: parts] for cell in group]
     return found
 
 

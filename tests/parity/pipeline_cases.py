@@ -95,7 +95,7 @@ class FamilyCase(DecoderCase):
 class SequentialCase:
     """A plain nn.Sequential whose layers change the width: shapes differ between stage boundaries."""
 
-    num_steps: int = 4
+    num_steps: int = 2
     max_grad_norm: float = 1.0
     global_batch: int = 16
 
@@ -124,9 +124,9 @@ class SequentialCase:
 def cases() -> dict[str, Case]:
     """Return one case of each kind by name."""
     return {
-        "tied": DecoderCase(TIED, num_steps=3, global_batch=16, seq_len=8, documents=True),
-        "gpt2": DecoderCase(GPT2, num_steps=3, global_batch=16, seq_len=8, optimizer="sgd"),
-        "frozen": FrozenCase(GPT2, num_steps=3, global_batch=16, seq_len=8),
+        "tied": DecoderCase(TIED, num_steps=2, global_batch=16, seq_len=8, documents=True),
+        "gpt2": DecoderCase(GPT2, num_steps=2, global_batch=16, seq_len=8, optimizer="sgd"),
+        "frozen": FrozenCase(GPT2, num_steps=2, global_batch=16, seq_len=8),
         "sequential": SequentialCase(),
     }
 

@@ -144,6 +144,8 @@ BROAD_GROUPS = {
 }
 #: The gate's choice: each model with and without tp, and all pairs of axes.
 IN_GATE = (*pairs(LAYOUT_AXES), ("tp", "subject"), ("accumulation",))
+#: On four ranks: pairs of axes and larger axes, which two ranks cannot have.
+IN_GATE_ON_FOUR = (*pairs(_MESH), ("accumulation",))
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:

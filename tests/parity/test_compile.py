@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.parity.compiled import (
     DroppingCase,
     compiled_cells,
@@ -42,7 +42,7 @@ def references():
 
 @pytest.mark.parametrize(
     "cell",
-    gate_runs([(cell,) for cell in compiled_cells(2)], *compiled_in_gate(compiled_cells(2))),
+    todays(gate_runs([(cell,) for cell in compiled_cells(2)], *compiled_in_gate(compiled_cells(2))), parts=2),
     ids=lambda cell: f"{cell.subject} {cell.plan}",
 )
 def test_blocks_of_one_class_share_graphs(cell, plain, references, ranks2):
@@ -55,6 +55,13 @@ def test_blocks_of_one_class_share_graphs(cell, plain, references, ranks2):
         # With sp, sharding the sequence adds a graph.
         head = HEAD_GRAPHS if cell.subject == "decoder" else 0
         assert 1 <= found.graphs <= 2 * kinds + cell.plan.sp + head
+
+
+def test_blocks_with_experts_share_graphs_on_one_rank(references):
+    case = deep_subjects()["experts"].case
+    found = train_compiled(compiled_plan("recompute=selective"), case)
+    assert found.result.largest_difference(references["experts"]) < RTOL
+    assert 1 <= found.graphs <= 2 * 2  # dense blocks and blocks with experts
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 
+from tests.choice import todays
 from tests.parity.cases import LLAMA
 from tests.parity.compiled import train_compiled
 from tests.parity.dropout_cases import cases as dropout_cases
@@ -33,12 +34,15 @@ def train_traced(plan: str, cases: dict[str, Case], backend: str) -> dict[str, P
 
 @pytest.mark.parametrize(
     ("plan", "kind"),
-    [
-        pytest.param("tp=2 sp=on", "decoders", marks=pytest.mark.full),
-        ("tp=2 sp=on recompute=full", "decoders"),
-        ("dp_shard=2 ep=2 zero=2", "experts"),
-        ("tp=2 sp=on", "dropout"),
-    ],
+    todays(
+        [
+            pytest.param("tp=2 sp=on", "decoders", marks=pytest.mark.full),
+            ("tp=2 sp=on recompute=full", "decoders"),
+            ("dp_shard=2 ep=2 zero=2", "experts"),
+            ("tp=2 sp=on", "dropout"),
+        ],
+        parts=3,
+    ),
 )
 def test_compiled_blocks_match_one_process(plan, kind, ranks2):
     cases = chosen(kind)

@@ -5,20 +5,23 @@ tests/parity/test_layouts.py covers every layout, with documents, padding and fe
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
+from tests.choice import todays
 from tests.parity.cases import GPT2
 from tests.parity.plans import Cell, Subject, differing, packed
 from weft.config.plan import Plan
 from weft.verify.parity import DecoderCase
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", "60%"])
-@pytest.mark.parametrize("mode", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize(
+    ("mode", "recompute"), todays(itertools.product(["gather", "ring", "ulysses"], ["full", "selective", "60%"]))
+)
 def test_context_parallel_with_recompute_matches_one_process(mode, recompute, plain, ranks2):
     known = {name: packed()[name] for name in ("packed", "multi-query")}
     plan = Plan.parse(f"cp=2 cp_mode={mode} recompute={recompute} precision=fp64")

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from tests.choice import todays
 from tests.parity.encoder_cases import train, train_all
 
 RTOL = 1e-10
@@ -61,7 +62,7 @@ def runs_of(plan, style, names):
     return [(plan, name, style) for name in names if name not in excluded]
 
 
-@pytest.mark.parametrize("plan, style", TWO)
+@pytest.mark.parametrize("plan, style", todays(TWO, parts=3))
 def test_distributed_images_match_one_process_on_two_ranks(plan, style, ranks2):
     for found in ranks2.run(train_all, runs_of(plan, style, ("llava", "own"))):
         assert not differing(found)

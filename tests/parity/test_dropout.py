@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.parity.adapter_cases import AdapterCase
 from tests.parity.dropout_cases import DroppingFamily, FlatFamily, PlainModel, cases, train_throughout
 from tests.parity.families import FamilyCase
@@ -51,7 +51,7 @@ def differing(plan, one_process, pool, names=None):
     return found
 
 
-@pytest.mark.parametrize("plan", gate_runs(TWO, 1, 2, 4))
+@pytest.mark.parametrize("plan", todays(gate_runs(TWO, 1, 2, 4), parts=3))
 def test_dropout_matches_one_process_on_two_ranks(plan, one_process, ranks2):
     assert not differing(plan, one_process, ranks2)
 

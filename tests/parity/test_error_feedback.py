@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.choice import todays
 from tests.parity.cases import LLAMA
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.save import save_slices
@@ -154,33 +155,35 @@ RETURNED = "the earlier compression error is added to the gradients of the first
 
 @pytest.mark.parametrize(
     "saved, loaded, line",
-    [
-        ("dp_replicate=2", "dp_replicate=2", ""),
-        ("dp_replicate=2", "dp_replicate=4", "what 2 replicas' compression error is shared by 4 now"),
-        (
-            "dp_replicate=4",
-            "dp_replicate=2 dp_shard=2 zero=2",
-            "what 4 replicas' compression error is shared by 2 now",
-        ),
-        ("dp_replicate=4", "dp_shard=2 tp=2 zero=1", "what 4 replicas' compression error is shared by 2 now"),
-        ("dp_shard=4 zero=1", "dp_shard=2 compress=none", RETURNED),
-        ("dp_replicate=2 dp_shard=2 zero=1", "dp_shard=2 zero=3 compress=int8", RETURNED),
-        ("dp_replicate=2" + LOW, "dp_replicate=2" + LOW, ""),
-        ("dp_replicate=2 dp_shard=2 zero=3", "dp_replicate=2", ""),
-        (
-            "dp_replicate=4",
-            "dp_replicate=2 dp_shard=2 zero=3",
-            "what 4 replicas' compression error is shared by 2 now",
-        ),
-        ("dp_replicate=2 dp_shard=2 zero=3" + LOW, "dp_replicate=2 dp_shard=2 zero=2" + INT4, ""),
-        (
-            "dp_replicate=4" + LOW,
-            "dp_replicate=2 dp_shard=2 zero=2" + LOW,
-            "what 4 replicas' compression error is shared by 2 now",
-        ),
-        ("dp_replicate=2 dp_shard=2 zero=1" + LOW, "dp_replicate=2" + INT4, ""),
-        ("dp_replicate=2" + LOW, "dp_shard=2 compress=none", RETURNED),
-    ],
+    todays(
+        [
+            ("dp_replicate=2", "dp_replicate=2", ""),
+            ("dp_replicate=2", "dp_replicate=4", "what 2 replicas' compression error is shared by 4 now"),
+            (
+                "dp_replicate=4",
+                "dp_replicate=2 dp_shard=2 zero=2",
+                "what 4 replicas' compression error is shared by 2 now",
+            ),
+            ("dp_replicate=4", "dp_shard=2 tp=2 zero=1", "what 4 replicas' compression error is shared by 2 now"),
+            ("dp_shard=4 zero=1", "dp_shard=2 compress=none", RETURNED),
+            ("dp_replicate=2 dp_shard=2 zero=1", "dp_shard=2 zero=3 compress=int8", RETURNED),
+            ("dp_replicate=2" + LOW, "dp_replicate=2" + LOW, ""),
+            ("dp_replicate=2 dp_shard=2 zero=3", "dp_replicate=2", ""),
+            (
+                "dp_replicate=4",
+                "dp_replicate=2 dp_shard=2 zero=3",
+                "what 4 replicas' compression error is shared by 2 now",
+            ),
+            ("dp_replicate=2 dp_shard=2 zero=3" + LOW, "dp_replicate=2 dp_shard=2 zero=2" + INT4, ""),
+            (
+                "dp_replicate=4" + LOW,
+                "dp_replicate=2 dp_shard=2 zero=2" + LOW,
+                "what 4 replicas' compression error is shared by 2 now",
+            ),
+            ("dp_replicate=2 dp_shard=2 zero=1" + LOW, "dp_replicate=2" + INT4, ""),
+            ("dp_replicate=2" + LOW, "dp_shard=2 compress=none", RETURNED),
+        ]
+    ),
 )
 def test_other_plan_resumes_the_residuals(saved, loaded, line, ranks2, ranks4, small, tmp_path):
     """Check that each residual is added exactly once under other replicas, axes, stages and wire formats."""

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.parity.moe_cases import moe_cases
 from weft.verify.parity import ParityResult, train_case, train_cases
 
@@ -28,7 +28,7 @@ def references() -> dict[str, ParityResult]:
     return train_cases("precision=fp64", moe_cases())
 
 
-@pytest.mark.parametrize("plan", gate_runs(PLANS, 2, 4, 5))
+@pytest.mark.parametrize("plan", todays(gate_runs(PLANS, 2, 4, 5), parts=2))
 def test_expert_parallel_matches_one_process(plan, references, ranks2):
     for results in ranks2.run(train_cases, f"{plan} precision=fp64", moe_cases()):
         for name, result in results.items():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.choice import todays
 from tests.parity.adapter_cases import AdapterCase
 from tests.parity.cases import LLAMA, HuggingFaceCase
 from tests.parity.moe_cases import MOE, MoECase
@@ -93,7 +94,7 @@ def check_rounding(pool: RankPool, name: str, plans: tuple[str, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", todays(CASES, parts=2))
 def test_plans_round_to_float8_as_one_process(name, ranks2):
     check_rounding(ranks2, name, TWO_RANKS[name])
 

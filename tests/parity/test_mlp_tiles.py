@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.parity.adapter_cases import AdapterCase
 from tests.parity.test_tensor import DECODERS
 from tools import live_memory
@@ -40,7 +40,7 @@ def check(pool, plan, chosen=CHOSEN):
             assert result.largest_difference(expected[name]) < 1e-10, f"{plan} {name}"
 
 
-@pytest.mark.parametrize("plan", ONE)
+@pytest.mark.parametrize("plan", todays(ONE, parts=3))
 def test_tiles_match_untiled_mlps_in_one_process(plan):
     expected = train_cases("precision=fp64", CHOSEN)
     for name, result in train_cases(f"{plan} precision=fp64", CHOSEN).items():

@@ -10,11 +10,13 @@ import warnings
 import pytest
 import torch
 
-from tests.choice import gate_runs, product
+from tests.choice import gate_runs, product, todays
 from tests.full_state import capture, restore
 from tests.memory.links import LateLink
 from tests.parity.cases import ImageCase, TreeCase, cases
 from tests.parity.plans import train_quietly
+from tests.tools.warm_python import FORKS
+from weft import env
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.memory import offload
@@ -142,7 +144,7 @@ def test_half_precision_is_bitwise_equal_with_offload(layout, precision, request
     assert all(torch.equal(moved.weights[name], plain.weights[name]) for name in plain.weights)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", todays(range(6), parts=3))
 def test_offload_of_random_module_trees_matches_one_process(seed):
     chosen = {"tree": TreeCase(seed)}
     reference = train_cases("precision=fp64", chosen)["tree"]
@@ -206,7 +208,10 @@ for offloads in ("params", "optimizer+params", "activations+optimizer+params"):
 
 def test_one_rank_matches_with_offloaded_parameters():
     """Run in a process without ranks, as on a laptop or a single GPU."""
-    done = subprocess.run([sys.executable, "-c", ONE_RANK], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_RANK], capture_output=True, text=True, check=False, timeout=300,
+        env=env.child_env(**{FORKS: "1"}),
+    )  # fmt: skip
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 6, done.stderr
     assert all(float(difference) < RTOL for *_, difference in lines), lines

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.choice import todays
 from tests.parity.compiled import compiled_plan, train_compiled
 from tests.parity.dropout_cases import train_throughout
 from tests.parity.families import DIM, FAMILIES, FFN, HEADS, LAYERS, LENGTH, VOCAB, Family, FamilyCase
@@ -87,7 +88,7 @@ def test_positions_from_a_script_separate_documents(name, ranks2):
             assert found[name].largest_difference(want) < 1e-10, plan
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v3"])
+@pytest.mark.parametrize("name", todays(["llama", "mistral", "deepseek-v3"], parts=3))
 def test_packed_documents_match_transformers_on_two_ranks(name, ranks2):
     case = PackedFamily(name, num_steps=2)
     want = train_plain(case)
@@ -96,7 +97,7 @@ def test_packed_documents_match_transformers_on_two_ranks(name, ranks2):
             assert found[name].largest_difference(want) < 1e-10, plan
 
 
-@pytest.mark.parametrize("name", WITHOUT_BOUNDARIES)
+@pytest.mark.parametrize("name", todays(WITHOUT_BOUNDARIES, parts=2))
 def test_masks_separate_documents_on_two_ranks(name, ranks2):
     case = PackedFamily(name, num_steps=2)
     want = train_plain(case)

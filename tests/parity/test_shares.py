@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.parity.cases import cases
 from tests.parity.pipeline_cases import expert_cases
 from weft.comm.mesh import build_mesh
@@ -81,12 +81,12 @@ def compare(ranks, plan, chosen, expected):
             assert result.largest_difference(expected[name]) < RTOL, name
 
 
-@pytest.mark.parametrize("plan", TWO)
+@pytest.mark.parametrize("plan", todays(TWO, parts=2))
 def test_unequal_shares_match_one_process_on_two_ranks(plan, references, ranks2):
     compare(ranks2, plan, *references)
 
 
-@pytest.mark.parametrize("plan", gate_runs(FOUR, 4, 7))
+@pytest.mark.parametrize("plan", todays(gate_runs(FOUR, 4, 7), parts=2))
 def test_unequal_shares_match_one_process_on_four_ranks(plan, references, ranks4):
     chosen, expected = references
     model_axes = any(f"{axis}=" in plan for axis in ("tp", "cp", "pp"))
@@ -98,7 +98,7 @@ def test_unequal_shares_match_one_process_with_experts(plan, expert_references, 
     compare(ranks4, plan, *expert_references)
 
 
-@pytest.mark.parametrize("plan", SHARDS)
+@pytest.mark.parametrize("plan", todays(SHARDS, parts=2))
 def test_unequal_shards_match_one_process_on_two_ranks(plan, references, ranks2):
     compare(ranks2, plan, *references)
 
@@ -122,7 +122,7 @@ def test_states_and_gradients_of_ranks_are_unequal(ranks2):
     assert more == pytest.approx(3 * less, rel=0.05)
 
 
-@pytest.mark.parametrize("plan", gate_runs(FOUR_SHARDS, 0, 2))
+@pytest.mark.parametrize("plan", todays(gate_runs(FOUR_SHARDS, 0, 2), parts=2))
 def test_unequal_shards_match_one_process_on_four_ranks(plan, references, ranks4):
     chosen, expected = references
     model_axes = any(f"{axis}=" in plan for axis in ("tp", "pp"))

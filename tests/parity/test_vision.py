@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.parity.vision_cases import losses_of_script, train_all
 from weft.cli.app import run
 from weft.verify import verifier as verify
@@ -29,7 +29,7 @@ def one_process():
     return train_all("")
 
 
-@pytest.mark.parametrize("plan", gate_runs(PLANS, 1, 3, 4, 6))
+@pytest.mark.parametrize("plan", todays(gate_runs(PLANS, 1, 3, 4, 6), parts=2))
 def test_images_and_patches_are_split_with_their_samples(plan, one_process, ranks2):
     for found in ranks2.run(train_all, f"{plan} precision=fp64"):
         different = {name: result.largest_difference(one_process[name]) for name, result in found.items()}

@@ -84,7 +84,8 @@ def test_resumed_run_equals_an_uninterrupted_one(config, capsys):
 
 
 def test_spent_budget_stops_the_run(config, capsys):
-    code, folder = train(config, "spent", "privacy.epsilon=1.2", "privacy.noise=1.5", "train.steps=40", "privacy.key=")
+    words = ["plan=dp_replicate=1", "privacy.epsilon=1.2", "privacy.noise=1.5", "train.steps=40", "privacy.key="]
+    code, folder = train(config, "spent", *words)
     assert code == 0
     found = newest_checkpoint(RunFolder(folder).checkpoints)
     assert 1 < found.step < 40
@@ -96,7 +97,7 @@ def test_spent_budget_stops_the_run(config, capsys):
     capsys.readouterr()
     assert run(["privacy", "report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["spent"]["prv"] <= 1.2
-    assert train(config, "spent", "privacy.epsilon=1.2", "privacy.noise=1.5", "train.steps=40", "privacy.key=")[0] == 2
+    assert train(config, "spent", *words)[0] == 2
     assert f"it is spent after {found.step} steps. Use the weights of this step" in capsys.readouterr().err
 
 

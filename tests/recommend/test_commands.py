@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choice import todays
 from tests.recommend.cases import settings, write_jsonl
 from tests.recommend.test_recommend import LAYOUTS
 from weft.cli.app import run as weft
@@ -55,7 +56,7 @@ def evaluate_on_rank(plan: str, folder: str, step: int) -> dict[str, float]:
     return metrics_on_rank(build_mesh(Plan.parse(plan)), folder, step)
 
 
-@pytest.mark.parametrize("name", ["deepfm", "two_tower", "sasrec"])
+@pytest.mark.parametrize("name", todays(["deepfm", "two_tower", "sasrec"], parts=3))
 def test_evaluation_is_repeated_on_one_rank_and_on_two(name, config, capsys, tmp_path, ranks2):
     folder = prepare_run(load_config(config(name)).config, world_size=1)
     run_rank(folder, None, io.StringIO())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.parity.adapter_cases import AdapterCase, extra_subjects, packed_subjects, stack_subjects
 from tests.parity.cases import cases
 from weft.checkpoint.load import load_checkpoint
@@ -125,7 +125,7 @@ def halves(plan: str, name: str, folder: str, source: str) -> tuple[list[float],
     return [], sorted(load_checkpoint(path).entries("model"))
 
 
-@pytest.mark.parametrize("name", MORE_CASES)
+@pytest.mark.parametrize("name", todays(MORE_CASES, parts=2))
 def test_rows_modules_and_experts_resume_under_another_plan(name, tmp_path, ranks2):
     case, plans = MORE_CASES[name]
     script = Tuning("precision=fp64", case)

@@ -119,7 +119,7 @@ def check_pairs(pairs, run, tmp_path: Path, resumes: bool) -> None:
 
 #: Plans of the gate: each axis and each ZeRO stage, alone or combined with another.
 FEW = (
-    (1, "dp_replicate=1 precision=fp64 accumulation=2"), (2, "dp_replicate=2"), (4, "pp=2 tp=2 accumulation=2"),
+    (1, "dp_replicate=1 precision=fp64 accumulation=2"), (4, "pp=2 tp=2 accumulation=2"),
     (2, "dp_shard=2 zero=2"), (2, "tp=2 sp=on"), (4, "dp_replicate=2 dp_shard=2 zero=3"), (2, "cp=2 zero=1"),
 )  # fmt: skip
 

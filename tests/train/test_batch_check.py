@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lean import compiled_by
 from tests.train.batch_kinds import (
     DEPENDENT,
     MOVES,
@@ -76,9 +77,19 @@ def check(plan: str, found: dict[str, list[str]]) -> None:
         assert any(kind.said in one and kind.where in one for one in said), (plan, name, said)
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3", "dp_shard=2 zero=2 accumulation=2"])
-def test_two_ranks_report_batch_dependence(plan, ranks2):
-    first, second = ranks2.run(messages_by_name, plan, EVERY)
+@pytest.mark.parametrize(
+    ("plan", "every"),
+    [
+        ("dp_replicate=2", 1),
+        ("dp_shard=2 zero=3", 4),
+        pytest.param("dp_shard=2 zero=3", 1, marks=pytest.mark.full),
+        pytest.param("dp_shard=2 zero=2 accumulation=2", 1, marks=pytest.mark.full),
+    ],
+)
+def test_two_ranks_report_batch_dependence(plan, every, ranks2):
+    """The sharded parameters of ZeRO 3 change how a model is called, not what the check finds: the gate tries a few."""
+    refused = ["frequencies", "frequencies of a function"]
+    first, second = ranks2.run(messages_by_name, plan, EVERY if every == 1 else [*refused, *EVERY[::every]])
     check(plan, first)
     # Only the first rank warns; all ranks refuse.
     assert {name for name, said in second.items() if said} == {"frequencies", "frequencies of a function"}
@@ -223,8 +234,9 @@ def test_float32_and_bfloat16_give_no_false_alarm():
 
 def test_compiled_blocks():
     run = start("accumulation=2 compile=on")
-    assert messages_of(run, *ORDINARY["mlp"]) == []
-    assert any("depends on the other" in one for one in messages_of(run, DEPENDENT["centred"].build))
+    with compiled_by("lean"):
+        assert messages_of(run, *ORDINARY["mlp"]) == []
+        assert any("depends on the other" in one for one in messages_of(run, DEPENDENT["centred"].build))
 
 
 def test_check_runs_few_samples():

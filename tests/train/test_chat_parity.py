@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from tests.train.chat_folders import SINGLE, data_of, save_folder, use_without_videos, write_all
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
@@ -186,7 +186,7 @@ def check(plan: str, root: Path, ranks: Any, cases: dict[str, int], packing: str
             assert_equal(found[family], wanted[family], family)
 
 
-@pytest.mark.parametrize("plan", gate_runs(PLANS, 0, 1))
+@pytest.mark.parametrize("plan", todays(gate_runs(PLANS, 0, 1), parts=2))
 def test_ranks_train_and_evaluate_like_one_process(plan: str, root: Path, ranks2: Any) -> None:
     check(plan, root, ranks2, CASES)
 

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from tests.choice import todays
 from tests.parity.cases import LLAMA
 from weft.comm.mesh import build_mesh
 from weft.config.files import load_config
@@ -63,7 +64,7 @@ def wanted() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "plan", [*PLANS[:2], PLANS[3], *(pytest.param(one, marks=pytest.mark.full) for one in PLANS[4:])]
+    "plan", todays([*PLANS[:2], PLANS[3], *(pytest.param(one, marks=pytest.mark.full) for one in PLANS[4:])], parts=2)
 )
 def test_settings_train_alike_under_every_plan(plan, ranks2):
     for found in ranks2.run(all_losses, plan):

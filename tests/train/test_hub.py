@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.hub_server import TOKEN, Hub, hub_server
+from tests.tools.warm_python import FORKS
 from weft import env
 from weft.cli.app import run as weft_command
 from weft.cli.train import _checked_message
@@ -463,7 +464,7 @@ def test_commands_take_names(hub: Hub, tmp_path, monkeypatch, capfd):
 
 def weft(home: Path, *words: str, by_torchrun: bool = False, **variables: str) -> tuple[int, str]:
     environment = env.child_env(
-        HF_HOME=str(home / "hf"), WEFT_HOME=str(home / "weft"), OMP_NUM_THREADS="1", **variables
+        HF_HOME=str(home / "hf"), WEFT_HOME=str(home / "weft"), OMP_NUM_THREADS="1", **variables, **{FORKS: "1"}
     )
     starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if by_torchrun else []
     line = [sys.executable, *starter, "-m", "weft", "train", "launch.device=cpu", "launch.ranks=2", *words]

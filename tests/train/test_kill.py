@@ -22,7 +22,7 @@ from weft.checkpoint.load import list_checkpoints, load_checkpoint, verify_check
 from weft.monitor.events import read_events
 from weft.train.folder import RunFolder
 
-STEPS = 40
+STEPS = 24
 SETTINGS = [
     "plan=dp_replicate=2 accumulation=2",
     "launch.device=cpu",
@@ -152,7 +152,7 @@ def test_run_that_stops_at_steps_ends_with_equal_bits(undisturbed):
     assert [event["reason"] for event in events if event["event"] == "end"] == ["train.stop_at=13"]
     assert finish(tmp_path, "stopped").path == folder.path
     assert final_bytes(folder) == final_bytes(undisturbed)
-    assert [e["step"] for e in read_events(folder.events) if e["event"] == "eval"] == [13, 20, 40]
+    assert [e["step"] for e in read_events(folder.events) if e["event"] == "eval"] == [13, 20, STEPS]
 
 
 @pytest.mark.full

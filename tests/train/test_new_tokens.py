@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.choice import todays
 from weft.checkpoint.load import load_checkpoint
 from weft.cli.app import run as weft_run
 from weft.comm.mesh import build_mesh
@@ -201,11 +202,14 @@ PLANS = ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2
 
 @pytest.mark.parametrize(
     ("base", "settings"),
-    [
-        ("tied", []),
-        ("untied", ["adapter.rank=2"]),
-        ("tied", ["adapter.rank=2", 'adapter.modules_to_save=["embed_tokens"]']),
-    ],
+    todays(
+        [
+            ("tied", []),
+            ("untied", ["adapter.rank=2"]),
+            ("tied", ["adapter.rank=2", 'adapter.modules_to_save=["embed_tokens"]']),
+        ],
+        parts=3,
+    ),
     ids=["full", "rows", "saved"],
 )
 def test_new_tokens_start_and_train_equally_under_every_plan(home, base, settings, ranks2):

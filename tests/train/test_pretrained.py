@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, todays
 from weft.checkpoint.pretrained import stored_weights
 from weft.cli.app import run as weft_run
 from weft.comm.mesh import build_mesh
@@ -124,7 +124,7 @@ def test_one_process_reads_what_transformers_loads(folders, one_process):
         assert num_bytes == sum(4 * tensor.numel() for tensor in weights.values())
 
 
-@pytest.mark.parametrize("plan", sorted({*PLANS["dense"], *PLANS["mixtral"]}))
+@pytest.mark.parametrize("plan", todays(sorted({*PLANS["dense"], *PLANS["mixtral"]}), parts=2))
 def test_ranks_read_and_train_like_one_process(plan, folders, one_process, ranks2):
     tried = {
         family: folder

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tools.warm_python import FORKS
 from weft import env
 from weft.errors import DataError, ModelError
 from weft.train.script.other_trainers import refuse_other_trainers
@@ -40,7 +41,12 @@ def test_two_ranks_print_one_message(tmp_path):
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=env.child_env(OMP_NUM_THREADS="1"), check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env.child_env(OMP_NUM_THREADS="1", **{FORKS: "1"}),
+        check=False,
     )
     assert ended.stderr.count("weft: error: precision=fp32: parameter 'weight' is float64") == 1
     assert f"(ModelError at {script}:4; WEFT_TRACEBACK=1 prints the traceback)" in ended.stderr

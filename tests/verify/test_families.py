@@ -20,7 +20,7 @@ from weft.config.plan import Plan
 pytest.importorskip("transformers")
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 #: Seconds after which the gate starts no other family.
-LONGEST_S = 15.0
+LONGEST_S = 8.0
 
 
 def equal_cells() -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choice import todays
 from weft.cli.app import run
 from weft.cli.verify import describe
 from weft.config.plan import Plan
@@ -180,14 +181,14 @@ LATENT_ATTENTION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config, plan", [
+@pytest.mark.parametrize("config, plan", todays([
     (SMALL_T5, "dp_shard=2 zero=3"), (SMALL_T5, "tp=2"), (SMALL_WHISPER, "dp_shard=2 zero=2"),
     (SMALL_WHISPER, "tp=2"), (SMALL_CLIP, "accumulation=2 dp_replicate=2"), (SMALL_LLAVA, "dp_shard=2 zero=3"),
     (SMALL_QWEN2_VL, "dp_shard=2 zero=2 accumulation=2"),
     pytest.param(SMALL_CLIP, "tp=2", marks=pytest.mark.full), pytest.param(SMALL_LLAVA, "tp=2", marks=pytest.mark.full),
     pytest.param(SMALL_QWEN2_VL, "tp=2", marks=pytest.mark.full),
     (LATENT_ATTENTION, "cp=2 cp_mode=ring"), (LATENT_ATTENTION, "cp=2 ep=2 cp_mode=ulysses zero=3"),
-])  # fmt: skip
+], parts=3))  # fmt: skip
 def test_models_with_special_inputs_and_widths_pass(config, plan, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     verdict = verdict_of(str(tmp_path), plan, Settings(num_steps=2, seq_len=8))

@@ -99,7 +99,7 @@ class DecoderCase:
     """
 
     spec: DecoderSpec
-    num_steps: int = 5
+    num_steps: int = 3
     global_batch: int = 8
     seq_len: int = 16
     masked: float = 0.3

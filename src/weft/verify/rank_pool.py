@@ -183,6 +183,7 @@ def _serve(
     torch.set_num_threads(1)
     _send_tensors_inline()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    gc.freeze()  # imports, before the first call's collection would visit them
     while True:
         try:
             call = pipe.recv()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from tests.choice import todays
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.partitioning import sent_bytes
@@ -105,10 +108,10 @@ def joined(results, mode, seq_len):
     return [order.join([x.transpose(1, 2) for x in column]).transpose(1, 2) for column in columns]
 
 
-@pytest.mark.parametrize("documents", DOCUMENTS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (4, 1)])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "heads", "mode", "documents"),
+    todays(itertools.product([2, 4], [(4, 4), (8, 2), (4, 1)], MODES, DOCUMENTS), parts=4),
+)
 def test_sharded_attention_matches_full_attention(ranks, heads, mode, documents, request):
     borders = DOCUMENTS[documents]
     case = (*heads, 48, torch.float64, borders)
@@ -117,9 +120,9 @@ def test_sharded_attention_matches_full_attention(ranks, heads, mode, documents,
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("documents", ["none", "unlike"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", SCORINGS)
+@pytest.mark.parametrize(
+    ("kind", "mode", "documents"), todays(itertools.product(SCORINGS, MODES, ["none", "unlike"]), parts=4)
+)
 def test_windows_bidirectional_and_soft_caps_match(kind, mode, documents, ranks4):
     case = (8, 2, 48, torch.float64, DOCUMENTS[documents], SCORINGS[kind])
     for ours, theirs in zip(joined(ranks4.run(attend_on_ranks, mode, *case), mode, 48), reference(*case), strict=True):

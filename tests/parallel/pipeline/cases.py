@@ -43,7 +43,7 @@ def start(plan_text: str, spec: DecoderSpec = TIED, *, device: str | None = None
     return mesh, model, optimizer, step
 
 
-def losses(plan_text: str, spec: DecoderSpec = TIED, num_steps: int = 3) -> list[float]:
+def losses(plan_text: str, spec: DecoderSpec = TIED, num_steps: int = 2) -> list[float]:
     """Return the losses of some steps in the plan's precision."""
     mesh, _, _, step = start(plan_text, spec)
     case = DecoderCase(spec, global_batch=16, seq_len=8)

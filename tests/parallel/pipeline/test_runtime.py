@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from tests.choice import gate_runs, product
+from tests.choice import gate_runs, todays
 from tests.parallel.pipeline import cases
 from tests.parity.pipeline_cases import GPT2, SCHEDULES
 from weft.config.shapes.model_spec import ModelSpec
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", todays(SCHEDULES))
 def test_sequences_of_varying_lengths_match_one_process(schedule, ranks2):
     rounds = [[8, 5, 3, 8], [8, 5, 3, 8], [4, 8, 8, 2]]
     expected = cases.losses_of_lengths("accumulation=4 precision=fp64", rounds)
@@ -22,7 +24,7 @@ def test_sequences_of_varying_lengths_match_one_process(schedule, ranks2):
 EXTRAS = ["precision=bf16", "precision=fp16", "recompute=selective", "recompute=attention"]
 
 
-@pytest.mark.parametrize(*product("schedule, extra", SCHEDULES, EXTRAS))
+@pytest.mark.parametrize("schedule, extra", todays(itertools.product(SCHEDULES, EXTRAS), parts=9))
 def test_precisions_and_recompute_match_one_process(schedule, extra, ranks2):
     bound = {"precision=bf16": 2**-6, "precision=fp16": 2**-9}.get(extra, 1e-6)
     expected = cases.losses(f"accumulation=4 {extra}")
@@ -31,7 +33,8 @@ def test_precisions_and_recompute_match_one_process(schedule, extra, ranks2):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "groups"), [("schedule=interleaved virtual_stages=2", 4), ("schedule=dualpipe_v virtual_stages=2", 4)]
+    ("schedule", "groups"),
+    todays([("schedule=interleaved virtual_stages=2", 4), ("schedule=dualpipe_v virtual_stages=2", 4)], parts=2),
 )
 def test_separate_groups_per_flow_change_no_bit(schedule, groups, ranks2):
     """Check the two-rank groups, one per content and direction, that NCCL would use, with gloo."""
@@ -68,7 +71,8 @@ def test_checkpoints_resume_with_and_without_a_pipeline(plans, ranks2):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["schedule=1f1b", "schedule=interleaved virtual_stages=2", "schedule=zb_v virtual_stages=2"]
+    "schedule",
+    todays(["schedule=1f1b", "schedule=interleaved virtual_stages=2", "schedule=zb_v virtual_stages=2"], parts=3),
 )
 def test_evaluation_matches_one_process(schedule, ranks2):
     loss, num_tokens = cases.evaluation("precision=fp64")
@@ -109,7 +113,7 @@ def test_no_rank_ever_allocates_the_full_model(family, ranks4, tmp_path):
         assert loaded < 0.7 * full_bytes
 
 
-@pytest.mark.parametrize("schedule", gate_runs(SCHEDULES[1:], 0, -1))
+@pytest.mark.parametrize("schedule", todays(gate_runs(SCHEDULES[1:], 0, -1), parts=2))
 def test_sent_tensors_are_freed(schedule, ranks2):
     """Check that pending tensors do not grow with the number of microbatches."""
     few, many = (ranks2.run(cases.most_pending_sends, f"pp=2 microbatches={m} {schedule}") for m in (8, 24))

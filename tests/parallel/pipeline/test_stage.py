@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
+from tests.choice import todays
 from tests.parity.chain_cases import ChainCase
 from tests.parity.pipeline_cases import GPT2, TIED, FamilyCase, FrozenCase, SequentialCase
 from weft.config.plan import Plan
@@ -38,8 +41,7 @@ def stages_of(model: nn.Module, splits: list[int]) -> list[Stage]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("splits", [[4], [1, 2, 7]])
+@pytest.mark.parametrize(("name", "splits"), todays(itertools.product(CASES, ([4], [1, 2, 7]))))
 def test_consecutive_stages_equal_the_model(name, splits):
     case = CASES[name]
     batch = case.batch(0)

@@ -44,7 +44,7 @@ def count_traffic(plan_text: str) -> list[tuple[Counter[str], int]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", gate_runs(["gpipe", "1f1b", "zb_v virtual_stages=2"], 1, 2))
+@pytest.mark.parametrize("schedule", gate_runs(["gpipe", "1f1b", "zb_v virtual_stages=2"], 2))
 def test_units_are_gathered_and_reduced_once_per_step(schedule, ranks4):
     steps = {}
     for microbatches in (2, 8):

@@ -83,6 +83,7 @@ def test_rank_of_a_sharded_model_runs(tmp_path):
     assert report.collectives["alltoall_base_"] == 4 * 2  # four steps, two layers, gradients in bf16
 
 
+@pytest.mark.full  # a test of the simulated GPU
 def test_unmoved_batches_are_detected(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BATCHES_STAY + READERS_OWN + adoption() + REPORT)
@@ -121,8 +122,9 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.full)])
-@pytest.mark.parametrize("whose", ["moved by Weft", pytest.param("its own", marks=pytest.mark.full)])
+@pytest.mark.full  # the gate has a decoder with documents: tests/tools/gpu_sim/test_plans.py
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("whose", ["moved by Weft", "its own"])
 def test_document_starts_cause_no_host_wait(family, whose, tmp_path):
     pytest.importorskip("transformers")
     script = tmp_path / "script.py"

@@ -78,6 +78,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.full  # the gate checks the choice of kernels on its own: tests/train/test_gpu_kernels.py
 def test_compiled_and_recomputed_blocks_use_the_requested_kernel(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -45,6 +45,7 @@ def test_compile_error_is_reported_and_leaves_no_files(monkeypatch, tmp_path):
     assert list((tmp_path / "paper").iterdir()) == []
 
 
+@pytest.mark.full  # starts a process
 def test_plan_that_breaks_a_rule_prints_no_traceback():
     if why_not():
         pytest.skip(why_not())

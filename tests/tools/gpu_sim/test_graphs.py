@@ -31,7 +31,7 @@ NUM_PARAMS = 21
 @pytest.mark.parametrize(
     ("known", "options"),
     [
-        pytest.param(PLANS, (), id="few"),
+        pytest.param(PLANS, (), id="few", marks=pytest.mark.full),
         pytest.param(MORE, (), id="more", marks=pytest.mark.full),
         pytest.param({"precision=bf16": 1}, ("--documents",), id="documents", marks=pytest.mark.full),
     ],
@@ -48,6 +48,7 @@ def test_step_obeys_capture_rules_with_few_launches(known, options):
         assert sum(report.outlived.values()) <= NUM_PARAMS + passes, report.lines()
 
 
+#: Reports of plans, with code that a loss runs in addition.
 COUNT = """
 import json
 import torch
@@ -83,7 +84,13 @@ def reports(tmp_path, cases):
 
 
 def test_same_kernels_run_with_fewer_launches(tmp_path):
-    eager, graphs = reports(tmp_path, [("", "precision=bf16"), ("", "precision=bf16 graphs=on")])
+    [sharded] = PLANS
+    plans = ("precision=bf16", "precision=bf16 graphs=on", f"{sharded} graphs=on")
+    eager, graphs, over_ranks = reports(tmp_path, [("", plan) for plan in plans])
+    # A host wait, a host copy or a collective in a capture would end the step.
+    for report in (graphs, over_ranks):
+        assert (report["error"], report["mismatch"], report["races"], report["syncs"]) == ("", "", {}, {})
+    assert over_ranks["recorded"] > over_ranks["kernels"]
     assert graphs["kernels"] < eager["kernels"] / 3
     # The batch and the replay's findings are copied in addition.
     assert 0 <= graphs["kernels"] + graphs["recorded"] - eager["kernels"] < 15

@@ -21,27 +21,27 @@ pytestmark = pytest.mark.paper
 #: Number of host waits for the device in one step of each plan, and of blocking copies among them. The
 #: step itself needs none: the device decides whether to apply it, and the host reads its numbers in the next one.
 DENSE = {
-    "precision=fp32": (0, 0),
-    "precision=bf16": (0, 0),
     "precision=fp16": (0, 0),
     "dp_replicate=2 accumulation=2 precision=bf16 reduce=bf16": (0, 0),
     "dp_shard=4 zero=2 accumulation=2 precision=bf16": (0, 0),
-    "dp_shard=2 zero=3 reshard=after_step accumulation=2 precision=bf16": (0, 0),
     "dp_replicate=2 dp_shard=2 zero=3 accumulation=2 precision=bf16": (0, 0),
-    "tp=2 sp=on dp_shard=2 zero=1 precision=bf16": (0, 0),
-    "tp=2 dp_shard=2 zero=3 precision=bf16": (0, 0),
     "cp=2 cp_mode=ulysses precision=bf16": (0, 0),
     "cp=2 cp_mode=ring tp=2 dp_shard=2 zero=1 precision=bf16": (0, 0),
     "pp=2 tp=2 dp_shard=2 zero=1 microbatches=4 precision=bf16": (0, 0),
     "tp=2 sp=on dp_shard=2 zero=1 precision=fp8": (0, 0),
     "recompute=selective dp_shard=2 zero=3 precision=bf16": (0, 0),
-    "recompute=full dp_shard=2 zero=3 precision=bf16": (0, 0),
     "offload=optimizer dp_shard=2 zero=1 precision=bf16": (2, 1),
     "offload=params dp_shard=2 zero=3 precision=bf16": (3, 1),
     "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (0, 0),
 }
 #: Each technique in these is part of a plan above. Together they form the published table.
 MORE = {
+    "precision=fp32": (0, 0),
+    "precision=bf16": (0, 0),
+    "dp_shard=2 zero=3 reshard=after_step accumulation=2 precision=bf16": (0, 0),
+    "tp=2 sp=on dp_shard=2 zero=1 precision=bf16": (0, 0),
+    "tp=2 dp_shard=2 zero=3 precision=bf16": (0, 0),
+    "recompute=full dp_shard=2 zero=3 precision=bf16": (0, 0),
     "recompute=selective dp_shard=2 zero=3 precision=fp8": (0, 0),
     "recompute=selective precision=bf16": (0, 0),
     "cp=2 cp_mode=gather precision=bf16": (0, 0),
@@ -67,10 +67,12 @@ MORE = {
 #: a grouped kernel, as in fp32 and fp16, it splits rows by expert: once in each.
 EXPERTS = {
     "precision=bf16": (0, 0),
+    "dp_shard=2 ep=2 zero=1 precision=fp32": (4, 4),
+}
+MORE_EXPERTS = {
     "precision=fp32": (2, 2),
     "precision=fp16": (2, 2),
     "dp_shard=2 ep=2 zero=1 precision=bf16": (2, 2),
-    "dp_shard=2 ep=2 zero=1 precision=fp32": (4, 4),
 }
 #: Blocks compiled by torch's inductor up to its kernels, with collectives and with code that is one custom operator.
 COMPILED = {
@@ -100,7 +102,7 @@ OPTIMIZERS = (
 #: Steps in which the device is slower than the host.
 LARGE = ("precision=bf16", "dp_shard=2 zero=3 precision=fp16")
 #: Sequences of several documents, whose boundaries are part of the batch.
-DOCUMENTS = {"precision=bf16": (0, 0), "cp=2 cp_mode=ring precision=bf16": (0, 0)}
+DOCUMENTS = {"cp=2 cp_mode=ring precision=bf16": (0, 0)}
 
 
 def refused_by_nccl(report):
@@ -135,8 +137,8 @@ def tried(tmp_path_factory) -> list[PaperReport]:
     return [PaperReport(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_gate_covers_at_least_twenty_five_plans(tried):
-    assert len(tried) == sum(len(known) for known, _ in TRIED.values()) >= 25
+def test_gate_covers_at_least_fifteen_plans(tried):
+    assert len(tried) == sum(len(known) for known, _ in TRIED.values()) >= 15
 
 
 @pytest.mark.parametrize("kind", TRIED)
@@ -149,8 +151,8 @@ def test_each_plan_uses_its_device_without_extra_waits(kind, tried):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("known", "least", "experts"),
-    [(MORE, 200, 0), (COMPILED, 100, 0), (COMPILED_EXPERTS, 100, 4)],
-    ids=["more", "compiled", "compiled experts"],
+    [(MORE, 200, 0), (MORE_EXPERTS, 200, 4), (COMPILED, 100, 0), (COMPILED_EXPERTS, 100, 4)],
+    ids=["more", "more experts", "compiled", "compiled experts"],
 )
 def test_more_plans_use_their_device_without_extra_waits(known, least, experts):
     done = plans_on_paper(list(known), "--layers=2", f"--experts={experts}")
