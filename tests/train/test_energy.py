@@ -95,10 +95,10 @@ def test_energy_of_earlier_starts_counts(tmp_path, counter):
 def test_counter_that_disappears_is_a_warning(tmp_path, counter, monkeypatch):
     step = FakeEngine.step
 
-    def losing_step(engine, batches, number, lr_factor):
+    def losing_step(engine, batches, number, lr_factor, following=None):
         if number == 6:
             counter.unlink()
-        return step(engine, batches, number, lr_factor)
+        return step(engine, batches, number, lr_factor, following)
 
     monkeypatch.setattr(FakeEngine, "step", losing_step)
     folder, _ = train(tmp_path)

@@ -41,7 +41,7 @@ def fit(tmp_path, monkeypatch):
         folder = prepare_run(load_config(None, words).config, world_size=1)
         step, rates = FakeEngine.step, []
 
-        def asked_step(engine, batches, number, lr_factor):
+        def asked_step(engine, batches, number, lr_factor, following=None):
             rates.append(lr_factor)
             if number + 1 in requests:
                 ask(folder.path, requests.pop(number + 1))

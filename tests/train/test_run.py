@@ -258,11 +258,11 @@ def test_signal_saves_and_stops_and_the_same_command_resumes(start, monkeypatch,
 
     original = Trainer._launch
 
-    def interrupted(self, step, batches):
+    def interrupted(self, step, *batches):
         if step == 4 and not sent:
             sent.append(step)
             os.kill(os.getpid(), signum)
-        return original(self, step, batches)
+        return original(self, step, *batches)
 
     sent: list[int] = []
     monkeypatch.setattr(Trainer, "_launch", interrupted)
