@@ -42,7 +42,7 @@ from weft.cli.console import table
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.data.batches import with_next
+from weft.data.order.next_batches import with_next
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.train.step.train_step import TrainStep

@@ -100,18 +100,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def programs_as_forks() -> None:
-    """Start Weft's programs as forks of one process: see tests/tools/warm_python.py."""
+def forks_of_programs() -> None:
+    """Let tests start programs as forks: see tests/tools/warm_python.py."""
     if sys.platform == "linux":
         warm_python.install()
 
 
-@pytest.fixture(scope="module")
-def new_programs() -> Iterator[None]:
-    """Start programs as users do, not as forks. For tests of starting itself."""
-    warm_python.enable(value=False)
-    yield
-    warm_python.enable(value=True)
+@pytest.fixture
+def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start Weft's programs as forks in this test."""
+    monkeypatch.setenv(warm_python.FORKS, "1")
 
 
 @pytest.fixture(scope="session")

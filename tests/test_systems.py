@@ -13,8 +13,6 @@ import pytest
 
 from weft import env
 
-pytestmark = pytest.mark.usefixtures("new_programs")
-
 ROOT = Path(__file__).parents[1]
 #: Imported by Python when it starts.
 WITHOUT = """

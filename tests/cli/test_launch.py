@@ -28,8 +28,6 @@ from weft.cli.launch.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
 from weft.train.folder import run_lock
 
-pytestmark = pytest.mark.usefixtures("new_programs")
-
 LIMIT_S = 40.0
 
 # Launchers are forked from a server that has imported torch once. This saves a second in each test.

@@ -16,7 +16,8 @@ from tests.parallel.test_tables import MIXED, assert_same
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.data.batches import with_next
+from weft.data.batches import versions_of
+from weft.data.order.next_batches import with_next
 from weft.errors import CommError, DataError, ModelError
 from weft.parallel.tables import row_prefetch
 
@@ -265,4 +266,4 @@ def test_with_next_yields_batches_that_are_none():
 def test_loader_with_one_buffer_is_refused():
     ids = torch.zeros(8)
     with pytest.raises(DataError, match="wrote the next batch into the memory of this one"):
-        next(with_next({"ids": ids.fill_(number)[:4]} for number in range(2)))
+        next(with_next(({"ids": ids.fill_(number)[:4]} for number in range(2)), versions_of))

@@ -14,6 +14,8 @@ from weft.parallel.state.flat_slices import read_full
 from weft.train.folder import RunFolder
 from weft.train.states.model_state import GroupSource
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 CONFIG = """
 [task]
 name = "{task}:Points"

@@ -1,9 +1,10 @@
 """Start Weft's programs as forks of a process that has imported torch, which takes 4 s of processor time.
 
-`install` replaces the system call of `subprocess` in this process: `[sys.executable, "-m", MODULE, ...]` with a module
-of `MODULES` becomes a fork. It is a child of this process, with the arguments, environment, folder and descriptors that
-it would have as a new program. With the variable `FORKS` in its environment, so does a script, code after `-c`, and
-torchrun. Other programs start as usual, and so do all in tests with the fixture `new_programs`.
+`install` replaces the system call of `subprocess` in this process: with the variable `FORKS` in its environment,
+`[sys.executable, "-m", MODULE, ...]` with a module of `MODULES` becomes a fork, and so does a script, and code after
+`-c`. It is a child of this process, with the arguments, environment, folder and descriptors that it would have as a new
+program. Other programs start as usual: tests of starting, of signals and of processes that are looked for by their
+command line or environment do not set the variable.
 """
 
 from __future__ import annotations
@@ -34,16 +35,15 @@ import torch
 
 #: Programs that run as forks. `weft` starts the others.
 MODULES = ("weft", "weft.cli.launch.fork_server", "weft.cli.launch.rank", "weft.cli.train",
-           "weft.inference.task_metrics", "weft.cli.machines.doctor")  # fmt: skip
-#: Variable of programs whose scripts are forks too.
+           "weft.inference.task_metrics", "torch.distributed.run")  # fmt: skip
+#: Variable of programs that may be forks.
 FORKS = "WEFT_TEST_FORKS"
-_TORCHRUN = "torch.distributed.run"
 #: Imports of the process that forks. Libraries that read the environment at import, such as transformers, are left out.
 IMPORTED = ("torch._dynamo", "weft.train.engines.torch_engine", "weft.train.rank_run", "weft.train.tasks.decoder",
             "weft.monitor", "weft.models", "weft.cli.app", "weft.config.files",
             "weft.cli.launch.restarts")  # fmt: skip
 #: Programs that start others of these. The others may wait for all their children, so they have no further one.
-_STARTERS = ("weft", _TORCHRUN)
+_STARTERS = ("weft", "torch.distributed.run")
 _SET_SUBREAPER = 36  # prctl(2)
 _FREE = 512  # descriptors from here on have no other use
 _ADOPTED_S = 10.0
@@ -59,11 +59,15 @@ class _Mother:
     """This process's end of the socket to the process that forks, which is its child."""
 
     current: _Mother | None = None
-    enabled = True
 
     def __init__(self, line: socket.socket, process: subprocess.Popen[bytes] | None = None):
         self.line, self.process, self.owner, self.lock = line, process, os.getpid(), threading.Lock()
         self.variables = _read_at_import(_environment)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the process that forks was killed."""
+        return self.process is not None and self.process.poll() is not None
 
     def fork(self, order: dict[str, Any], streams: Sequence[int], kept: Sequence[int]) -> int:
         """Start a program and return its process id.
@@ -108,17 +112,12 @@ def install() -> None:
     vars(multiprocessing.util)["spawnv_passfds"] = _spawnv_passfds
 
 
-def enable(*, value: bool) -> None:
-    """Let this process fork programs, or start all as new ones."""
-    _Mother.enabled = value
-
-
 def _fork_exec(args: Sequence[bytes | str], *rest: Any) -> int:
     words = [os.fsdecode(word) for word in args]
     (_, _, keep, cwd, variables, stdin, _, _, stdout, _, stderr, _, error_pipe, _, new_session, group, *more) = rest
     given = [os.fsdecode(one).partition("=") for one in variables or ()]
     environment = {name: value for name, _, value in given} if variables is not None else dict(os.environ)
-    if _Mother.enabled and words[0] == sys.executable and _is_known(words, forks_scripts=FORKS in environment):
+    if FORKS in environment and words[0] == sys.executable and _is_known(words):
         has_more = group != -1 or more[0] is not None or more[2] is not None or more[4] is not None
         mother = _ready_mother()
         if mother is not None and not has_more and _read_at_import(environment) == mother.variables:
@@ -130,19 +129,17 @@ def _fork_exec(args: Sequence[bytes | str], *rest: Any) -> int:
 
 def _spawnv_passfds(path: str, args: Sequence[str], passfds: Sequence[int]) -> int:
     """Start the server from which multiprocessing forks, as `RankPool` asks it to, as a fork."""
-    mother = _ready_mother() if _Mother.enabled and args[-1].startswith(_FORK_SERVER) else None
+    mother = _ready_mother() if FORKS in os.environ and args[-1].startswith(_FORK_SERVER) else None
     if mother is None or _read_at_import(os.environ) != mother.variables:
         return _spawn(path, args, passfds)
     order = {"environment": dict(os.environ), "cwd": os.getcwd(), "new_session": False}
     return mother.fork({**order, "words": [os.fsdecode(args[0]), "-c", args[-1]]}, (0, 1, 2), sorted(passfds))
 
 
-def _is_known(words: Sequence[str], *, forks_scripts: bool) -> bool:
+def _is_known(words: Sequence[str]) -> bool:
     """Return True for a program that may be a fork."""
     option, name = program_of(words)
-    if option == "-m":
-        return name in MODULES or (forks_scripts and name == _TORCHRUN)
-    return forks_scripts and (option == "-c" or name.endswith(".py"))
+    return name in MODULES if option == "-m" else option == "-c" or name.endswith(".py")
 
 
 def program_of(words: Sequence[str]) -> tuple[str, str]:
@@ -156,7 +153,7 @@ def _ready_mother() -> _Mother | None:
     """Return the process that forks for this one. A fork of a program that does not start others has none."""
     if _Mother.current is not None and _Mother.current.owner != os.getpid():
         return None
-    if _Mother.current is None:
+    if _Mother.current is None or _Mother.current.has_ended:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(

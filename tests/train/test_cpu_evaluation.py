@@ -19,6 +19,8 @@ from weft.train.loop.cpu_evaluation import CpuEvaluator
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TASK = ["task=tests.train.table_task:RatingTask", "train.steps=6", "train.global_batch=16", "eval.every=3",
         "checkpoint.every=3", "checkpoint.keep=1", "launch.device=cpu", "optimizer.lr=0.01"]  # fmt: skip
 APART = "launch.evaluate_on=cpu"

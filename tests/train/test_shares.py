@@ -25,6 +25,8 @@ from weft.train.hooks import Hook, Progress
 from weft.train.shares.balancer import Balancer, LiveShares
 from weft.train.shares.book import SHARES, ShareBook, data_rank_of
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SETTINGS = [
     "launch.device=cpu", "tokenizer.kind=bytes", "model.dim=32", "model.num_layers=2", "model.num_heads=2",
     "model.num_kv_heads=1", "model.ffn_dim=64", "train.seq_len=32", "train.global_batch=8", "eval.every=0",

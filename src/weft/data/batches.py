@@ -6,7 +6,7 @@ With the host copy, indices can be checked and document boundaries found without
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from weft.devices import access
-from weft.errors import DataError
 from weft.private_torch import version_of, viewed
 
 _ATTRIBUTE, _CHECKS = "_weft_host_values", "_weft_checks"
@@ -106,37 +105,6 @@ def check_batch(holder: Tensor, given: Tensor) -> None:
         one.look(_same_part(one.part, holder, values))
 
 
-# Iteration with one batch ahead.
-
-
-def with_next(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each batch with the next one, or None behind the last. An error in a batch is raised in its turn.
-
-    Raises DataError if reading the next batch writes to this one, as a loader with one buffer does.
-    """
-    iterator, end = iter(batches), object()
-    batch = next(iterator, end)
-    while batch is not end:
-        following, error, versions = end, None, _versions(batch)
-        try:
-            following = next(iterator, end)
-        except Exception as found:
-            error = found
-        if versions != _versions(batch):
-            raise DataError(
-                "loader: it wrote the next batch into the memory of this one, and with_next holds both. Let collate_fn "
-                "return new tensors."
-            )
-        yield batch, None if following is end else following
-        if error is not None:
-            raise error
-        batch = following
-
-
-def _versions(batch: Any) -> list[int]:
-    return [version_of(one) for one in tensors_in(batch) if not one.is_inference()]
-
-
 # Batch containers: tensors in tuples, lists, mappings and dataclasses, nested as collate functions produce them.
 
 
@@ -186,6 +154,11 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
         elif each is not None:
             waiting += reversed(parts_of(each) or ())
     return iter(found)
+
+
+def versions_of(batch: Any) -> list[int]:
+    """Return the version counters of a batch's tensors, which show writes by torch."""
+    return [version_of(one) for one in tensors_in(batch) if not one.is_inference()]
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from weft.config import partitioning as shares
-from weft.data.batches import with_next
+from weft.data.batches import versions_of
+from weft.data.order.next_batches import with_next
 from weft.data.order.seeded_samples import Fetched, SampleKey, SeededSamples, collate_seeded
 from weft.data.order.stream import rows_of
 from weft.data.random_state import preserve_generators, seed_generators
@@ -283,7 +284,7 @@ class ShardedLoader:
 
         `state_dict` counts the first of the two.
         """
-        return self._counted(with_next(self._batches()))
+        return self._counted(with_next(self._batches(), versions_of))
 
     def _batches(self) -> Iterator[Any]:
         for number, (parts, rows) in enumerate(self._loader, self._slices.next_batch):

@@ -17,7 +17,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from weft.config import partitioning as shares
-from weft.data.batches import with_next
+from weft.data.batches import versions_of
+from weft.data.order.next_batches import with_next
 from weft.data.order.stream import count_parts
 from weft.data.order.user_dataloader import AsBatch, CollateParts
 from weft.errors import DataError, WeftWarning
@@ -84,7 +85,7 @@ class StreamLoader:
 
         `state_dict` counts the first of the two.
         """
-        return self._counted(with_next(self._batches()))
+        return self._counted(with_next(self._batches(), versions_of))
 
     def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import repeat
 from typing import Any
 
-from weft.data.batches import with_next
+from weft.data.order.next_batches import with_next
 from weft.errors import StepRefused, TrainingHalted
 from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord
