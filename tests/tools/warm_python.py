@@ -158,7 +158,7 @@ def _ready_mother() -> _Mother | None:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.tools.warm_python", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[2],
             )  # fmt: skip
         _Mother.current = _Mother(ours, process)
     return _Mother.current
