@@ -6,6 +6,7 @@ import itertools
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -87,6 +88,18 @@ def loaders(
         )
         for rank in range(num_ranks)
     ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def workers_start_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads here, and a worker may fail if two threads fork at once."""
+    lock, start = threading.Lock(), BaseProcess.start
+
+    def start_alone(process: BaseProcess) -> None:
+        with lock:
+            start(process)
+
+    monkeypatch.setattr(BaseProcess, "start", start_alone)
 
 
 def read(ranks, most: int = 99) -> list[list[int]]:
