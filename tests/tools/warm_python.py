@@ -205,7 +205,7 @@ def _serve(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(order: dict[str, Any], received: Sequence[int]) -> None:
-    """Make this fork what a new program would be."""
+    """Set the session, descriptors, folder, environment and arguments of this fork."""
     if order["new_session"]:
         os.setsid()
     for target, one in zip([0, 1, 2, *order["kept"]], list(map(_moved, received)), strict=True):

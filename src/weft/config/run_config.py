@@ -383,9 +383,9 @@ class RunConfig(Section):
     """How the model is distributed over the ranks, as text or as a table; an axis set to '*' takes the remaining ranks.
     With "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
     balance: Literal["tell", "apply"] = "tell"
-    """Handling of a slow data-parallel rank. tell: log an event that proposes new shares of the samples
-    (plan.shares); apply: use the new shares from the next step on. Each change is written to the run's shares.json and
-    its checkpoints, and a resumed run repeats it in the same step. Results do not change."""
+    """Action if a data-parallel rank becomes slow. tell: log an event with faster shares of the samples (plan.shares).
+    apply: train with these shares from the next step on. The run's shares.json and its checkpoints record each change,
+    and a resumed run repeats it in the same step. Results do not change."""
     layout: str = ""
     """How tensor parallelism shards the model: pattern=style items, or a file of them. `weft layout MODEL --save FILE`
     writes a file to edit. By default Weft derives the layout from the model. Or styles of embedding tables over the

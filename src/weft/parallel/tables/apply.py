@@ -35,11 +35,13 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: TableSettings, example: Any = None) -> list[Table]:
+def shard_tables(
+    model: nn.Module, mesh: Mesh, layout: Layout, settings: TableSettings, example: Any = None
+) -> list[Table]:
     """Replace the tables that a layout names by this rank's parts. All ranks call it. Modifies the model.
 
     Args:
-        host: settings of the tables.
+        settings: settings of the tables.
         example: arguments of a forward, which style auto counts ids of, or None.
 
     Raises:
@@ -65,7 +67,7 @@ def shard_tables(model: nn.Module, mesh: Mesh, layout: Layout, host: TableSettin
         starts = starts_of(style, shape, axis.size, owners.get(path, 0))
         table = Table(f"{path}.weight", module, style, axis, starts, full, shape, precision.compute, queue)
         table.why = chosen[path].why if path in chosen else "set by the layout"
-        table.host = host if style == "host" else None
+        table.host = settings if style == "host" else None
         if full.is_meta:
             part = torch.empty(table.part_of(full).shape, dtype=precision.master, device="meta")
         else:

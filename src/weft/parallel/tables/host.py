@@ -168,7 +168,7 @@ class CachedRows:
 
     A slot is reused if no call has read its row since the hand last passed it (the clock algorithm). A row that is read
     in training enters the cache, if a slot is free. Threads write changed rows that leave the cache to mapped files
-    while the step continues. `update` waits for them, so that no write is pending between steps.
+    while the step continues. `read`, `update` and `flush` wait for pending writes.
 
     Args:
         weight: this rank's rows in host memory, (rows, C).
